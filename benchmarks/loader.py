@@ -46,7 +46,7 @@ from lengthwise.comm import Mesh, SoloTransport, World
 from lengthwise.config import DataSource, build_config
 from lengthwise.core.plan import Plan
 from lengthwise.data import ByteTokenizer, load_dataset
-from lengthwise.data.remote import RemoteDataset
+from lengthwise.data.fed import FedDataset
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
@@ -246,7 +246,7 @@ def remote_table(folder: Path, rows: int, blocks: int, steps: int, tokens: int) 
     ]
     start, found, held = time.perf_counter(), list[tuple[Block, Block]](), list[float]()
     with PlannerProcess() as process, ExitStack() as stack:
-        assert isinstance(jobs[1].dataset, RemoteDataset)
+        assert isinstance(jobs[1].dataset, FedDataset)
         world, how = World(rank=0, world_size=1), {"timeout_seconds": 600.0, "say": lambda _line: None}
         stack.enter_context(serving(jobs[1].dataset, world, SoloTransport(), ending=stack, **how))
         started = time.perf_counter() - start

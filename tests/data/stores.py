@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 from hypothesis import strategies as st
 
@@ -44,10 +46,22 @@ def write_sources(folder: Path, files, documents=(), **settings) -> list[DataSou
     return sources
 
 
+@contextmanager
+def small_blocks():
+    """Let tasks be small inside the block."""
+    with (
+        patch("lengthwise.data.blocks.BLOCK_BYTES", PART_BYTES),
+        patch("lengthwise.data.prepare._TASK_BYTES", PART_BYTES),
+        patch("lengthwise.data.tables._BATCH", 16),
+    ):
+        yield
+
+
 def prepare(sources, out, *, name="bytes", tokenizer=ByteTokenizer, keys=None, vocab_size=None, **options):
     """Prepare, in this process unless `run` says otherwise; return what was prepared and whether it was there."""
     plan = to_prepare(sources, tokenizer_name=name, tokenizer=tokenizer, keys=keys, vocab_size=vocab_size)
-    return prepare_folder(plan, out, **{"part_bytes": PART_BYTES, **options})
+    with small_blocks():
+        return prepare_folder(plan, out, **{"part_bytes": PART_BYTES, **options})
 
 
 def load(*sources, tokenizer=ByteTokenizer, vocab_size=256, **keys):

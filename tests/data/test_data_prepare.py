@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from data.stores import PART_BYTES, content, files_of, fresh, load, prepare, write_sources
+from data.stores import content, files_of, fresh, load, prepare, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import ConfigError, DataError, OutputError, Problems, RankError
 from lengthwise.core.files import try_lock
 from lengthwise.data import load_tokenizer
 from lengthwise.data import prepare as preparing
+from lengthwise.data.digests import row_digest
 from lengthwise.data.prepared import NAME
-from lengthwise.data.tokens import token_rows
 from lengthwise.run.workers import worker_processes
 
 FORK = multiprocessing.get_context("fork")
@@ -54,10 +54,10 @@ def test_prepare_killed_anywhere_goes_on_to_the_same_bytes(tmp_path):
         told = []
         prepare(sources, out, on_progress=told.append)
         assert files_of(out) == expected
-        kept.append(told[0].files_found if told else None)
+        kept.append(told[0].found if told else None)
         number += 1
     assert files_of(out) == expected
-    assert max(each for each in kept if each is not None) == len(list((tmp_path / "whole").glob("rows-*")))
+    assert {0.0, 1.0} < {each for each in kept if each is not None}
     assert None in kept  # killed when all was written, only not renamed
     assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["out", "rows-0.jsonl", "rows-1.jsonl", "whole"])
 
@@ -65,31 +65,40 @@ def test_prepare_killed_anywhere_goes_on_to_the_same_bytes(tmp_path):
 def test_prepare_in_processes_gives_the_same_bytes(tmp_path):
     sources = write_sources(tmp_path, ROWS, ["a", "bc"])
     prepare(sources, tmp_path / "whole")
-    with worker_processes(3) as run:
-        prepare(sources, tmp_path / "out", run=run)
+    prepare(sources, tmp_path / "out", run=worker_processes(3))
     assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
 
 
-def in_a_worker(act):
-    """Return what `token_rows` is, but for the first part of a worker, before which `act` is called."""
+def in_one_worker(act, marker):
+    """Return what `row_digest` is, but the first other process that calls it does `act` before."""
     parent = os.getpid()
 
-    def acting(*args, **options):
-        if os.getpid() != parent and args[0].part == (0, PART_BYTES):
+    def acting(*row):
+        if os.getpid() != parent and not marker.exists():
+            marker.touch()
             act()
-        return token_rows(*args, **options)
+        return row_digest(*row)
 
     return acting
 
 
-def test_prepare_whose_process_is_killed_says_so_and_goes_on(tmp_path, monkeypatch):
-    sources = write_sources(tmp_path, ROWS)
-    monkeypatch.setattr("lengthwise.data.prepare.token_rows", in_a_worker(lambda: os.kill(os.getpid(), signal.SIGKILL)))
-    with pytest.raises(RankError, match="one that was killed"), worker_processes(2) as run:
-        prepare(sources, tmp_path / "out", run=run)
-    monkeypatch.undo()
-    prepare(sources, tmp_path / "out")
-    assert content(load(tmp_path / "out")) == content(load(*sources))
+def test_prepare_whose_process_is_killed_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
+    sources, marker = write_sources(tmp_path, ROWS), tmp_path / "killed"
+    prepare(sources, tmp_path / "whole")
+    killed = in_one_worker(lambda: os.kill(os.getpid(), signal.SIGKILL), marker)
+    monkeypatch.setattr("lengthwise.data.tokens.row_digest", killed)
+    prepare(sources, tmp_path / "out", run=worker_processes(2))
+    assert marker.exists()
+    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+
+
+def die(_task):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_task_whose_processes_are_always_killed_is_named():
+    with pytest.raises(RankError, match="live while task 0; got the end of 3"):
+        list(worker_processes(2)(die, [f"task {number}" for number in range(5)]))
 
 
 def fail_or_hang(number):
@@ -100,24 +109,23 @@ def fail_or_hang(number):
 
 def test_an_error_ends_processes_that_prepare_where_they_stand():
     start = time.monotonic()
-    with pytest.raises(DataError, match="a row"), worker_processes(2) as run:
-        list(run(fail_or_hang, range(4)))
+    with pytest.raises(DataError, match="a row"):
+        list(worker_processes(2)(fail_or_hang, range(4)))
     assert time.monotonic() - start < 30, "waited for a task of 60 s that nobody needs"
 
 
 def test_prepare_with_a_stopped_process_ends_and_names_it_with_its_file(tmp_path, monkeypatch):
     sources = write_sources(tmp_path, ROWS)
-    stop = in_a_worker(lambda: os.kill(os.getpid(), signal.SIGSTOP))
-    monkeypatch.setattr("lengthwise.data.prepare.token_rows", stop)
-    with pytest.raises(RankError) as caught, worker_processes(2, timeout_seconds=0.5) as run:
-        prepare(sources, tmp_path / "out", run=run)
-    said = r"process \d+ in 0\.5 s, which is writing rows-00000\d\.arrow from .*rows-\d\.jsonl"
+    stopped = in_one_worker(lambda: os.kill(os.getpid(), signal.SIGSTOP), tmp_path / "stopped")
+    monkeypatch.setattr("lengthwise.data.tokens.row_digest", stopped)
+    with pytest.raises(RankError) as caught:
+        prepare(sources, tmp_path / "out", run=worker_processes(2, timeout_seconds=0.5))
+    said = r"process \d+ in 0\.5 s, which is tokenizing .*rows-\d\.jsonl from row \d+ on"
     assert re.search(said, str(caught.value))
 
 
 def test_a_process_that_works_for_longer_than_the_time_out_is_waited_for():
-    with worker_processes(2, timeout_seconds=0.1) as run:
-        assert sorted(run(count_for, [0.5, 0.0])) == [0.0, 0.5]
+    assert list(worker_processes(2, timeout_seconds=0.1)(count_for, [0.5, 0.0])) == [0.5, 0.0]
 
 
 def count_for(seconds):
@@ -135,7 +143,7 @@ def test_prepare_of_changed_sources_or_settings_begins_anew(tmp_path):
         file.write('{"text": "more"}\n')
     told = []
     prepare(sources, tmp_path / "out", on_progress=told.append)
-    assert told[0].files_found == 0
+    assert told[0].found == 0
     assert content(load(tmp_path / "out")) == content(load(*sources))
 
 
@@ -191,7 +199,7 @@ def test_prepare_of_a_file_that_changes_meanwhile_is_refused(tmp_path):
         with sources[0].path.open("a") as file:
             file.write('{"text": "more"}\n')
 
-    with pytest.raises(DataError, match="stay as they are"):
+    with pytest.raises(DataError, match="do not change"):
         prepare(sources, tmp_path / "out", run=changing)
 
 

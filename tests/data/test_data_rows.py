@@ -250,7 +250,7 @@ def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, name, raw, sai
         load_dataset([source], tokenizer=ByteTokenizer, vocab_size=None)
     assert caught.value.where == str(tmp_path / name)
     with pytest.raises(DataError, match=said):
-        numbered(Listing(root=tmp_path / name, label=name), None)
+        numbered(Listing(root=tmp_path / name, label=name))
 
 
 @pytest.mark.parametrize(("name", "made"), [("train.csv", "train.jsonl"), ("train.jsonl", "train.plain.jsonl")])

@@ -1,6 +1,6 @@
 """Runs on remote rows: those of the same rows read at the start, to the bit, also where an actor dies.
 
-Shards are in the ranks' own processes, but in the last test, whose Ray takes seconds to start.
+Feeds are in the ranks' own processes, but in the last test, whose Ray takes seconds to start.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 import lengthwise
-from data.shards import LocalClient
+from data.feeds import LocalClient
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.run import actors, rank
 from lengthwise.run.callbacks import Callback
@@ -40,13 +40,13 @@ def in_process(monkeypatch):
         if not hasattr(job.dataset, "attach"):
             yield
             return
-        clients = [LocalClient(spec) for spec in job.dataset.specs]
+        clients = [LocalClient(spec) for spec in job.dataset.specs]  # of each rank its own
         try:
             job.dataset.attach(clients)
             yield
         finally:
             for each in clients:
-                each.shard.close()
+                each.feed.close()
 
     monkeypatch.setattr(rank, "_serving_rows", rows_of)
 
@@ -104,7 +104,7 @@ class KillsAnActor(Callback):
         if step.metrics.step == self._step:
             ours = os.environ["RAY_TMPDIR"].encode()
             for each in Path("/proc").glob("[0-9]*"):
-                if b"ray::Shard" in _content(each / "cmdline") and ours in _content(each / "environ"):
+                if b"ray::Feed" in _content(each / "cmdline") and ours in _content(each / "environ"):
                     os.kill(int(each.name), signal.SIGKILL)
 
     def on_note(self, line):

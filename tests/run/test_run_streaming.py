@@ -1,4 +1,4 @@
-"""Runs on streams: those of the same rows read at the start, also after a kill and where the reading process ends."""
+"""Runs on streams: those of the same rows read at the start, also after a kill and where the feeding process ends."""
 
 import contextlib
 import json
@@ -9,6 +9,7 @@ import socket
 import tempfile
 import time
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,11 @@ import torch
 
 import lengthwise
 from lengthwise.comm import SoloTransport, World
-from lengthwise.config import DataSource
+from lengthwise.config import DataSource, GlobalBatch
 from lengthwise.core.errors import RankError, TransferError
-from lengthwise.data.reader import StreamSpec
-from lengthwise.data.stream import StreamDataset
+from lengthwise.data.fed import streamed
 from lengthwise.run.callbacks import Callback
-from lengthwise.run.readers import reading, socket_path
+from lengthwise.run.feeds import feeding, socket_path, tokenizing_processes
 from run.small_runs import (
     VOCAB,
     Command,
@@ -52,19 +52,19 @@ def run_of(folder, *, streaming, **keys):
     )
 
 
-def readers():
-    """The processes of this test that read streams."""
-    mark, found = os.environ["READERS"].encode(), []
+def feeders():
+    """The processes of this test that feed ranks."""
+    mark, found = os.environ["FEEDERS"].encode(), []
     for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if b"reader_process" in (each / "cmdline").read_bytes() and mark in (each / "environ").read_bytes():
+            if b"feed_process" in (each / "cmdline").read_bytes() and mark in (each / "environ").read_bytes():
                 found.append(int(each.name))
     return found
 
 
 @pytest.fixture
 def named(tmp_path, monkeypatch):
-    monkeypatch.setenv("READERS", f"{tmp_path}")
+    monkeypatch.setenv("FEEDERS", f"{tmp_path}")
 
 
 def rows_of_steps(output):
@@ -101,7 +101,7 @@ def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_
     ranks = [Command("train", path, "--timeout-seconds", 60, RANK=f"{rank}", **world) for rank in range(2)]
     most = 0
     while not all(rank.ended() for rank in ranks):
-        most = max(most, len(readers()))
+        most = max(most, len(feeders()))
         time.sleep(0.05)
     assert [rank.finish()[0] for rank in ranks] == [0, 0]
     assert most == 2
@@ -109,42 +109,52 @@ def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_
     assert losses(path.parent / "out") == losses(at_the_start)[:3]
 
 
-class SignalsReaders(Callback):
-    """Sends a signal to the readers of this test after a step."""
+class SignalsFeeds(Callback):
+    """Sends a signal to the feeds of this test after a step, and notes what is said."""
 
     def __init__(self, step, number):
         self._step, self._number = step, number
 
     def on_step(self, step):
         if step.metrics.step == self._step:
-            for each in readers():
+            for each in feeders():
                 os.kill(each, self._number)
 
-
-def broken_by(number, said, path, ranks, seconds=60):
-    """Train until a reader is broken; return the run's folder. seconds: that a rank waits: a busy disk is no hang."""
-    with pytest.raises(RankError, match=re.escape(f"waiting for the reader of the stream: expected {said}")):
-        lengthwise.train(path, ranks=ranks, callbacks=[SignalsReaders(3, number)], timeout_seconds=seconds)
-    assert not readers()
-    return path.parent / "out"
+    def on_note(self, line):
+        with Path(os.environ["FEEDERS"], "notes").open("a") as file:
+            file.write(line + "\n")
 
 
 @pytest.mark.parametrize(("before", "after", "block"), [(2, 3, 9), more(2, 2, 4), more(3, 2, 4)])
-def test_a_run_whose_reader_is_killed_goes_on_where_it_was(tmp_path, named, at_the_start, before, after, block):
-    size = {"sequences": 4} if block == 9 else {"tokens": 64}
-    path = run_of(tmp_path / "broken", streaming=block, global_batch=size)
-    found = broken_by(signal.SIGKILL, "rows; got its end by signal 9", path, before)
-    lengthwise.train(path, ranks=after, resume=True)
-    wanted = at_the_start
+def test_a_run_whose_feed_is_killed_goes_on_and_also_one_that_is_killed(
+    tmp_path, named, monkeypatch, at_the_start, before, after, block
+):
+    """With two processes that tokenize, of which another is killed."""
+    size, wanted = {"sequences": 4} if block == 9 else {"tokens": 64}, at_the_start
     if block != 9:
         wanted = whole(run_of(tmp_path / "whole", streaming=block, global_batch=size), before)
     assert any(row["ring_token_ratio"] > 0 for row in read_lines(wanted / "metrics.jsonl"))
+    path = run_of(tmp_path / "killed", streaming=block, global_batch=size)
+    monkeypatch.setattr("lengthwise.run.feeds.tokenizing_processes", lambda *_: 2)
+    lengthwise.train(path, ranks=before, callbacks=[SignalsFeeds(3, signal.SIGKILL)])
+    assert "the stream ended and was started again" in (tmp_path / "notes").read_text()
+    assert not feeders()
+    assert_same_training(path.parent / "out", wanted, exactly=True)
+    path = run_of(tmp_path / "broken", streaming=block, global_batch=size)
+    found = broken_off(path, before, after=3)
+    lengthwise.train(path, ranks=after, resume=True)
     assert_same_training(found, wanted, exactly=before == after)
 
 
 @pytest.mark.exhaustive
-def test_a_reader_that_stops_is_named_and_ended(tmp_path, named):
-    broken_by(signal.SIGSTOP, "rows within 4 s; got none", run_of(tmp_path, streaming=True), 2, seconds=4)
+def test_a_feed_that_stops_is_named_and_ended(tmp_path, named):
+    said, path = (
+        "waiting for the feed of the stream: expected rows within 4 s; got none",
+        run_of(tmp_path, streaming=True),
+    )
+    with pytest.raises(RankError, match=re.escape(said)):
+        lengthwise.train(path, ranks=2, callbacks=[SignalsFeeds(3, signal.SIGSTOP)], timeout_seconds=4)
+    assert not feeders()
 
 
 @pytest.mark.exhaustive
@@ -165,33 +175,45 @@ socket.socket.listen, socket.socket.accept = map(slowly, (socket.socket.listen, 
 """
 
 
-def test_a_reader_may_start_slowly_and_its_rank_names_its_end_and_ends_it_last(tmp_path, named, monkeypatch):
+def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(tmp_path, named, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(_SLOW_SOCKETS)
     monkeypatch.syspath_prepend(tmp_path)
     short = Path(tempfile.mkdtemp())
     monkeypatch.setattr("tempfile.tempdir", f"{short}")
     rows = DataSource(path=write_rows(tmp_path / "train.jsonl", make_rows(LENGTHS)), max_tokens=130, streaming=True)
-    spec = StreamSpec(sources=(rows,), tokenizer_name="bytes", vocab_size=VOCAB)
 
     def read(ending):
-        dataset = StreamDataset(spec, tokenizer_digest="", seed=0)
+        of_tokenizer = {"tokenizer_name": "bytes", "vocab_size": VOCAB, "tokenizer_digest": ""}
+        dataset = streamed([rows], seed=0, **of_tokenizer)
         world, how = World(rank=0, world_size=1), {"timeout_seconds": 60, "say": lambda _line: None, "ending": ending}
-        return reading(dataset, world, SoloTransport(), **how)
+        return dataset, feeding(dataset, world, SoloTransport(), **how)
 
     why = {"expected": "rank 1", "got": "a closed connection", "remedy": "See why."}
     with ExitStack() as ending:
-        with pytest.raises(TransferError, match="rank 1"), read(ending):
+        with pytest.raises(TransferError, match="rank 1"), read(ending)[1]:
             raise TransferError("rank 0, step 2", **why)
-        assert readers()  # other ranks do not miss it before this one has reported its error
-    assert not readers()
+        assert feeders()  # other ranks do not miss it before this one has reported its error
+    assert not feeders()
     with ExitStack() as ending:
-        block = ending.enter_context(ExitStack())
-        block.enter_context(read(ending))
-        os.kill(*readers(), signal.SIGKILL)
-        missed = TransferError("rank 0, step 2", **why)  # rank 1 missed it first
-        with pytest.raises(RankError, match="its end by signal 9"):
-            block.__exit__(TransferError, missed, None)
+        dataset, block = read(ending)
+        ending.enter_context(block)
+        steps, ended = dataset.batches(GlobalBatch(sequences=1)), set()
+        next(steps)
+        deadline = time.monotonic() + 60
+        while len(ended) < 3:
+            assert time.monotonic() < deadline
+            for each in {*feeders()} - ended:
+                os.kill(each, signal.SIGKILL)
+                ended.add(each)
+            time.sleep(0.01)
+        with pytest.raises(RankError, match="its end by signal 9, 3 times in a row"):
+            [*islice(steps, 300)]
     short.rmdir()  # of which nothing is left
+
+
+@pytest.mark.parametrize(("ranks", "cores", "processes"), [(1, 2, 1), (8, 8, 1), (1, 6, 2), (8, 96, 16), (8, 32, 11)])
+def test_processes_that_tokenize_leave_cores_to_the_ranks(ranks, cores, processes):
+    assert tokenizing_processes(ranks, cores) == processes
 
 
 def test_ranks_of_a_node_meet_where_a_socket_may_be(monkeypatch):
@@ -200,9 +222,9 @@ def test_ranks_of_a_node_meet_where_a_socket_may_be(monkeypatch):
         assert f"{socket_path('x')}" == found
 
 
-def test_a_reader_ends_with_a_run_that_is_killed(tmp_path, named):
+def test_a_feed_ends_with_a_run_that_is_killed(tmp_path, named):
     command = Command("train", run_of(tmp_path, streaming=True, steps=100_000), "--ranks", 2)
-    command.wait_for(lambda: readers() and (tmp_path / "out/metrics.jsonl").exists())
+    command.wait_for(lambda: feeders() and (tmp_path / "out/metrics.jsonl").exists())
     command.send(signal.SIGKILL)
     command.finish()  # of which nothing is left
 

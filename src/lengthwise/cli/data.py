@@ -1,4 +1,4 @@
-"""`lengthwise data`: what data is before anything is trained on it."""
+"""`lengthwise data`: describe data before training on it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_A_STREAM = 1000  # sequences that are read
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """A command line that was read: the most tokens that a row may have, by what says so, and what is simulated."""
+    """A checked command line. limits: the most tokens of a row, by the reason. meshes: the simulated step, if any."""
 
     limits: dict[str, int]
     scenario: Scenario | None
@@ -75,16 +75,16 @@ class Data:
     def run(self) -> int:
         """Run the command; return the exit status."""
         from lengthwise.data import load_dataset, load_tokenizer
+        from lengthwise.data.load import first_rows
         from lengthwise.data.prepared import prepared_with
-        from lengthwise.data.stream import first_rows
         from lengthwise.data.survey import survey
 
         problems = Collector()
         asked = problems.attempt(partial(self._read, problems))
         found = problems.attempt(partial(asked_sources, self.inputs, self.tokenizer or "bytes"))
         problems.raise_all()
-        assert asked is not None, "what was asked for is known"
-        assert found is not None, "what was asked for is known"
+        assert asked is not None, "the command line was checked"
+        assert found is not None, "the command line was checked"
         sources = [source.model_copy(update={"empty": "skip", "bad_rows": "skip"}) for source in found.sources]
         used, bad = list[str](), list[DataError]()
 

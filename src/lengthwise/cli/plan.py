@@ -378,7 +378,7 @@ class PlanCommand:
             assert asked.lengths is not None, "one of the two was checked to be given"
             return asked.lengths, None, sum(asked.lengths)
         from lengthwise.data import Batches, load_dataset, load_tokenizer
-        from lengthwise.data.stream import first_rows
+        from lengthwise.data.load import first_rows
 
         size, is_stream = config.global_batch, bool(config.data[0].streaming)
         read = partial(first_rows, **size.model_dump()) if is_stream else load_dataset

@@ -71,7 +71,7 @@ class Prepare:
             problems.add(ConfigError("--out", expected="a folder", got="none", remedy="Add --out FOLDER."))
         asked = problems.attempt(self._asked)
         problems.raise_all()
-        assert asked is not None, "what was asked for is known"
+        assert asked is not None, "the command line was checked"
         assert self.out is not None, "checked before"
         return self._prepare(asked, self.out)
 
@@ -114,7 +114,7 @@ class Prepare:
             lambda: asked_sources(self.inputs, tokenizer, overrides, of_eval=self.eval and of_run, **limits)
         )
         problems.raise_all()
-        assert found is not None, "data that was not found must have been a problem"
+        assert found is not None, "missing data is a problem"
         return found
 
     def _prepare(self, asked: NamedSources, out: Path) -> int:
@@ -131,15 +131,9 @@ class Prepare:
                 tokenizer=load,
                 keys=[f"{asked.key}.{number}" for number in range(len(asked.sources))],
             )
-            assert plan is not None, "any number of bytes is enough"
-            with worker_processes(self.workers or usable_cores()) as run:
-                made, was_there = prepare_folder(
-                    plan,
-                    out,
-                    run=run,
-                    overwrite=self.overwrite,
-                    on_progress=progress_line(line),
-                )
+            assert plan is not None, "no least number of bytes was given"
+            run, show = worker_processes(self.workers or usable_cores()), progress_line(line)
+            made, was_there = prepare_folder(plan, out, run=run, overwrite=self.overwrite, on_progress=show)
         except KeyboardInterrupt:
             line.close()
             raise KeyboardInterrupt("complete files stay; run the same command to continue") from None
@@ -172,7 +166,7 @@ class Prepare:
 
 
 def prepared_line(made: Prepared, out: Path) -> str:
-    """Say in a line what a prepared folder holds."""
+    """Describe a prepared folder in a line."""
     left_out = "".join(f", {number} left out ({reason})" for reason, number in made.skipped.items())
     tokenizer = "" if made.tokenizer is None else f" of {made.tokenizer.name}"
     rows = made.rows - sum(made.skipped.values())

@@ -37,7 +37,7 @@ def is_run_file(inputs: Sequence[Path]) -> bool:
 
 
 def wrong_paths(paths: Sequence[Path], key: str) -> list[ConfigError]:
-    """Return what is wrong with paths of files and folders of data that were given as `key`."""
+    """Return the problems of paths of data that were given as `key`."""
     problems: list[ConfigError] = []
     for path in paths:
         if not path.is_file() and not path.is_dir():
@@ -50,7 +50,7 @@ def wrong_paths(paths: Sequence[Path], key: str) -> list[ConfigError]:
 def asked_sources(
     inputs: Sequence[Path], tokenizer: str, overrides: Sequence[str] = (), *, of_eval: bool = False, **limits: object
 ) -> NamedSources:
-    """Return what was named; `tokenizer` and `limits` are for files, `of_eval` for run files.
+    """Return the named data; `tokenizer` and `limits` are for files, `of_eval` for run files.
 
     Raises:
         ConfigError: nothing was named, or it does not exist; Problems: several of these, or of the run file.
@@ -102,7 +102,7 @@ class KnownLengths:
         return "; ".join(notes)
 
     def batches(self, wanted_tokens: int, number: int, context_tokens: int | None) -> tuple[list[list[int]], int]:
-        """Draw so many batches, each with its own seed; return them and the context, the longest that there may be.
+        """Draw `number` batches, each with its own seed; return them and the longest possible sequence.
 
         Raises:
             ConfigError: a context below the longest of one's own lengths, or batches of too many of them; Problems:

@@ -1,12 +1,12 @@
 """Prepared data: a folder of memory-mapped Arrow files, opened without reading its tokens.
 
-    lengthwise.json           what it is made from and how, the size of each Arrow file, digests (`prepared`)
+    lengthwise.json           sources, settings, tokenizer, sizes of the files, digests (`prepared`)
     rows-*.arrow              Arrow streams as `datasets` writes them, all rows in order
     state.json, dataset_info.json   with which `datasets.load_from_disk` opens the folder
 
-A row is read where it lies, and pages that are not used go when memory is short. Opening maps all files, so that a
-folder that is replaced meanwhile changes no run, and compares what planning needs (lengths, losses) and the digests of
-rows with their SHA-256; a row's tokens are compared with its digest when they are read.
+Files are mapped: the system drops unused pages if memory is short. Opening maps all files, so a folder that is
+replaced later changes no run, and compares lengths, losses and row digests with their SHA-256. Reading a row compares
+its tokens with its digest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import mmap
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,16 +29,12 @@ from lengthwise.core.errors import DataError
 from lengthwise.data.dataset import TOO_LONG, Held, write_protect
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.prepared import Prepared, read_prepared, refuse
-from lengthwise.data.sources import printable_name
 from lengthwise.data.tokens import TokenRow
 
 UNREADABLE = "unreadable"
 KINDS = ("ids", "text", "pair", "chat", "empty", "bad", TOO_LONG, "refused", UNREADABLE)
 _LISTS = ("input_ids", "labels", "weights")
 _NO_IDS = np.empty(0, dtype=np.int32)
-_COLUMNS = (
-    "input_ids", "labels", "weights", "digest", "loss_tokens", "loss_weight", "largest_id", "kind", "error"
-)  # fmt: skip
 
 
 def schema() -> Any:
@@ -57,20 +53,18 @@ def schema() -> Any:
     return pa.schema(list(kinds.items()))
 
 
-def table_of(rows: Iterable[TokenRow], origin: int, names: Sequence[str] | None) -> Any:
-    """Return rows of one listing, whose number is `origin`, as a table of Arrow; names: of documents."""
+def table_of(rows: Sequence[TokenRow]) -> Any:
+    """Return rows as a table of Arrow."""
     import pyarrow as pa
 
-    found = list(zip(*map(_values, rows), strict=True)) or [()] * len(_COLUMNS)
-    columns: dict[str, Sequence[Any]] = dict(zip(_COLUMNS, found, strict=True))
-    number = len(columns["kind"])
-    columns["origin"] = [origin] * number
-    columns["name"] = [*map(printable_name, names or ()), *[None] * number][:number]
-    return pa.table([_column(columns[field.name], field.type) for field in schema()], schema=schema())
+    found = list(zip(*map(_values, rows), strict=True)) or [()] * len(schema())
+    return pa.table(
+        [_column(values, field.type) for values, field in zip(found, schema(), strict=True)], schema=schema()
+    )
 
 
 def _column(values: Sequence[Any], kind: Any) -> Any:
-    """Return values as a column: of numbers, texts, digests, or lists, an array a row and None where it is null."""
+    """Return values as a column. A list is an array a row; None is null."""
     import pyarrow as pa
 
     if pa.types.is_fixed_size_list(kind):
@@ -86,18 +80,18 @@ def _column(values: Sequence[Any], kind: Any) -> Any:
 
 def _values(row: TokenRow) -> tuple[Any, ...]:
     kind = KINDS.index(row.kind if row.is_row else UNREADABLE)
+    name, error = row.name if row.is_document else None, row.error
     if row.tokens is None:
-        error = row.error and json.dumps([row.error.where, row.error.expected, row.error.got, row.error.remedy])
-        return _NO_IDS, None, None, bytes(ROW_DIGEST_BYTES), 0, 0.0, 0, kind, error
-    digest = row_digest(*row.held)
-    return *row.held, digest, *row.losses, int(row.tokens.max()), kind, None
+        said = error and json.dumps([error.where, error.expected, error.got, error.remedy])
+        return _NO_IDS, None, None, row.digest, 0, 0.0, 0, kind, row.origin, name, said
+    return *row.held, row.digest, *row.losses, int(row.tokens.max()), kind, row.origin, name, None
 
 
 class Columns:
     """The record batches of Arrow files, as arrays that lie where the files are mapped."""
 
     def __init__(self, paths: list[Path]) -> None:
-        """Map files. DataError for one that is no Arrow stream of these columns; OSError for one that is gone."""
+        """Map files. DataError if one is no Arrow stream of these columns; OSError if one is gone."""
         import pyarrow as pa
 
         expected, tables, self.files = schema(), hashlib.sha256(), paths
@@ -155,14 +149,14 @@ class Columns:
         return number, row - self.firsts[number]
 
     def row(self, row: int) -> Held:
-        """Return views of ids, labels and weights of a row; None for what is null."""
+        """Return views of the ids, labels and weights of a row; None if null."""
         number, place = self.place(row)
         ids, labels, weights = (view.entry(place) for view in self._of(number)[0])
         assert ids is not None, f"row {row} without a list of ids"
         return ids, labels, weights
 
     def digest(self, row: int) -> bytes:
-        """Return the digest that was written for a row."""
+        """Return the stored digest of a row."""
         number, place = self.place(row)
         return self._of(number)[1][place].tobytes()
 
@@ -173,14 +167,14 @@ class Columns:
         return self._views[number]
 
     def text(self, row: int, name: str) -> str | None:
-        """Return the text of a row in a column, None where it is null."""
+        """Return the text of a row in a column; None if null."""
         number, place = self.place(row)
         return self.batches[number].column(name)[place].as_py()
 
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A column of lists: where each begins, all values, and which are there (None: all, or none where `values` is)."""
+    """A column of lists: offsets, values (None if all lists are null), and validity of lists (None if all or none)."""
 
     offsets: np.ndarray
     values: np.ndarray | None
@@ -209,7 +203,7 @@ class ArrowRows:
         """Map a folder whose sizes are right (`read_prepared`).
 
         Raises:
-            DataError: what has no tokens is not what was prepared.
+            DataError: the columns without tokens are not those that were prepared.
             OSError: a file is gone.
         """
         self._made, self._key, self.firsts = made, key, ((0, weight),)
@@ -226,11 +220,11 @@ class ArrowRows:
             self.lengths = self.lengths.copy()
             self.lengths[self.too_long] = self.loss_tokens[self.too_long] = self.loss_weights[self.too_long] = 0
             self.skipped = Counter(made.skipped) + Counter({TOO_LONG: len(self.too_long)})
-        self._checked = -1  # the row that was read last: its labels are asked for after its ids
+        self._checked = -1  # the last row that was read: its labels are read after its ids
         write_protect(self._stored_lengths)
 
     def row(self, row: int) -> Held:
-        """Return views of ids, labels and weights of a row; DataError where they are not what was prepared."""
+        """Return views of the ids, labels and weights of a row; DataError if they differ from those prepared."""
         ids, labels, weights = self.columns.row(row)
         if not self.lengths[row]:
             return ids[:0], None, None
@@ -241,34 +235,34 @@ class ArrowRows:
         return ids, labels, weights
 
     def read_ahead(self, row: int) -> None:
-        """Begin to read a row: all of it, as its digest is of all."""
+        """Begin to read a whole row, which its digest covers."""
         for values in self.columns.row(row):
             if values is not None:
                 read_ahead(values)
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
+        """Return the digests of rows [first, last), uint8 [last - first, 16]."""
         found = self.columns.digests(first, last)
         return np.where((self.lengths[first:last] > 0)[:, None], found, np.uint8(0)) if len(self.too_long) else found
 
     def name(self, row: int) -> str:
-        """Return where a row was before it was prepared: `train.jsonl:3`, or the file's path inside its folder."""
+        """Return the place of a row in its source: `train.jsonl:3`, or the path of a document."""
         origins = self._made.origins
         first, label = origins[bisect.bisect_right(origins, row, key=lambda each: each[0]) - 1]
         return self.columns.text(row, "name") or f"{label}:{row - first + 1}"
 
     def source_key(self, row: int) -> str:
-        """Return the config path of the source that names the folder: `data.0`."""
+        """Return the config path of the source: `data.0`."""
         del row
         return self._key
 
     def stored_length(self, row: int) -> int:
-        """Return the tokens of a row, also of one that `max_tokens` leaves out."""
+        """Return the tokens of a row, even if `max_tokens` leaves it out."""
         return int(self._stored_lengths[row])
 
 
 def wrong_row(columns: Columns, row: int, name: Callable[[int], str]) -> DataError | None:
-    """Return the error for a row whose ids, labels or weights are not those that its digest is of."""
+    """Return the error for a row that does not match its digest; None if it does."""
     if row_digest(*columns.row(row)) == columns.digest(row):
         return None
     expected = f"row {row} ({name(row)}) as it was prepared"
@@ -276,9 +270,9 @@ def wrong_row(columns: Columns, row: int, name: Callable[[int], str]) -> DataErr
 
 
 def wrong_rows(folder: Path, on_rows: Callable[[int], None]) -> Iterator[DataError]:
-    """Read every row of a prepared folder; yield an error for the first of each file that is not what was written.
+    """Read every row of a prepared folder; yield an error for the first wrong row of each file.
 
-    `on_rows` gets how many rows were read, from time to time.
+    on_rows: called now and then with the number of rows read.
     """
     made = read_prepared(folder)
     rows, named = ArrowRows(folder, made, key="", max_tokens=None, weight=1.0), set[Path]()
@@ -292,7 +286,7 @@ def wrong_rows(folder: Path, on_rows: Callable[[int], None]) -> Iterator[DataErr
 
 
 def read_ahead(values: np.ndarray) -> None:
-    """Begin to read what `values`, a view of a mapped file, needs from the disk; nothing where the system cannot."""
+    """Begin to read the pages of `values`, a view of a mapped file, if the system can."""
     if not values.size or not hasattr(mmap, "MADV_WILLNEED"):
         return
     first = values.ctypes.data
@@ -301,5 +295,5 @@ def read_ahead(values: np.ndarray) -> None:
 
 
 def advise(start: int, num_bytes: int) -> None:
-    """Ask the system for mapped pages; a hint, without which the first to read waits."""
+    """Ask the system to read mapped pages ahead."""
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), mmap.MADV_WILLNEED)

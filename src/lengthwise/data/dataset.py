@@ -1,7 +1,7 @@
-"""The sequences of a run: what the trainer asks of them, and those that lie here, in memory or on the disk.
+"""The rows of a run: the `Dataset` protocol, and datasets of rows that are stored in memory or on the disk.
 
-A sequence's id is its row number over all sources; a row that was left out keeps its number with length 0. In memory
-there is one flat array of tokens and where each sequence starts: four bytes a token, eight a row.
+A row's id is its number over all sources; a row that is left out keeps its number, with length 0. Rows in memory are
+one flat array of tokens and their offsets: 4 bytes a token, 8 a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Dataset(Protocol):
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, int64 [rows]; 0 for one that is left out."""
+        """Tokens of each row, int64 [rows]; 0 if the row is left out."""
         ...
 
     @property
@@ -36,12 +36,12 @@ class Dataset(Protocol):
 
     @property
     def loss_weights(self) -> np.ndarray:
-        """What the losses of each row's tokens weigh together, [rows]: its `loss_tokens` where none has a weight."""
+        """Sum of the loss weights of each row, [rows]; its `loss_tokens` if no token has a weight."""
         ...
 
     @property
     def ids(self) -> np.ndarray:
-        """The rows that are not left out, ascending, int64."""
+        """Rows with tokens, ascending, int64."""
         ...
 
     @property
@@ -62,48 +62,31 @@ class Dataset(Protocol):
         ...
 
     def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return what the losses of tokens [start, stop) of a row weigh, as labels lie, float32 [stop - start].
+        """Return the loss weights of tokens [start, stop) of a row, aligned with labels, float32 [stop - start].
 
-        None where no row has other weights than 0 and 1: the labels say it all.
+        None if all weights of all rows are 0 or 1, as the labels say.
         """
         ...
 
     def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Begin to read what `read` of these (row, start, stop) will need, without waiting for it."""
+        """Begin to read these (row, start, stop), without waiting for them."""
         ...
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return what tells rows [first, last) from others, uint8 [last - first, 16]: see `digests`."""
+        """Return the digests of rows [first, last), uint8 [last - first, 16] (see `digests`)."""
         ...
 
     def digest(self) -> bytes:
-        """Return 32 bytes that differ where any row differs, so that ranks can compare what they read."""
+        """Return a digest of all rows, 32 bytes, which ranks compare."""
         ...
 
     def name(self, row: int) -> str:
-        """Return where a row is, for messages: `train.jsonl:3`, or the file's path inside its folder."""
+        """Return the place of a row, for messages: `train.jsonl:3`, or the path of a document."""
         ...
 
     def source_key(self, row: int) -> str:
         """Return the config path of a row's source: `data.0`."""
         ...
-
-
-class NumberedRows:
-    """What every `Dataset` here has beside the protocol: its rows counted, and their numbers checked."""
-
-    __slots__ = ()
-    lengths: np.ndarray
-
-    @property
-    def num_rows(self) -> int:
-        """All rows, with those left out."""
-        return len(self.lengths)
-
-    def check_row(self, row: int) -> None:
-        """Raise IndexError for a row that there is none of, numbers below 0 included."""
-        if not 0 <= row < self.num_rows:
-            raise IndexError(f"row {row} of {self.num_rows}")
 
 
 def write_protect(*arrays: np.ndarray | None) -> None:
@@ -114,12 +97,12 @@ def write_protect(*arrays: np.ndarray | None) -> None:
 
 
 Held = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
-"""Ids of a row, its labels where they are others, its weights where they are other than 0 and 1."""
+"""Ids of a row, its labels (None if they are the ids), its weights (None if all are 0 or 1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRows:
-    """Which rows came from one source. `names` has one name a row; without it a row is `label:line`."""
+    """Where rows came from. names: one a row; if None, a row is called `label:line`."""
 
     key: str
     label: str
@@ -129,10 +112,10 @@ class SourceRows:
 
 
 class Rows(Protocol):
-    """Rows that lie in one place, numbered from 0; arrays as those of a `Dataset`.
+    """Rows of one store, numbered from 0, with arrays as in `Dataset`.
 
-    loss_weights: `loss_tokens` itself where no row has weights other than 0 and 1. firsts: the first row of each
-    source, ascending, and its weight. digest: of all rows; None where nobody knows it yet.
+    loss_weights: the array `loss_tokens` itself if all weights are 0 or 1. firsts: the first row and the weight of each
+    source, ascending. digest: of all rows; None if it was not computed.
     """
 
     lengths: np.ndarray
@@ -151,11 +134,11 @@ class Rows(Protocol):
         ...
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
+        """Return the digests of rows [first, last), uint8 [last - first, 16]."""
         ...
 
     def name(self, row: int) -> str:
-        """Return where a row is."""
+        """Return the place of a row."""
         ...
 
     def source_key(self, row: int) -> str:
@@ -163,8 +146,8 @@ class Rows(Protocol):
         ...
 
 
-class StoredDataset(NumberedRows):
-    """A `Dataset` of rows that are here, wherever each of its parts lies; beside these 24 bytes a row, if many."""
+class StoredDataset:
+    """A `Dataset` of stored rows. Memory: 24 bytes a row if it has several parts."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = tuple(parts)
@@ -182,6 +165,11 @@ class StoredDataset(NumberedRows):
         self.skipped: Mapping[str, int] = sum((Counter(each.skipped) for each in parts), Counter())
         write_protect(self.lengths, self.loss_tokens, self.loss_weights, self.ids)
 
+    @property
+    def num_rows(self) -> int:
+        """Rows, including those left out."""
+        return len(self.lengths)
+
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
         part, within = self._place(row)
@@ -189,7 +177,7 @@ class StoredDataset(NumberedRows):
         return ids[start:stop], (ids if labels is None else labels)[start:stop]
 
     def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return the weights of tokens [start, stop) of a row, float32 [stop - start], where any row has some."""
+        """Return the loss weights of tokens [start, stop) of a row, float32 [stop - start]; None if no row has any."""
         part, within = self._place(row)
         if not self._is_weighed:
             return None
@@ -199,13 +187,13 @@ class StoredDataset(NumberedRows):
         return plain_weights((ids if labels is None else labels)[start:stop])
 
     def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Begin to read rows: all of each, as its digest is of all."""
+        """Begin to read whole rows, which their digests cover."""
         for row in dict.fromkeys(row for row, _, _ in spans):
             part, within = self._place(row)
             part.read_ahead(within)
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
+        """Return the digests of rows [first, last), uint8 [last - first, 16]."""
         found = [np.empty((0, ROW_DIGEST_BYTES), dtype=np.uint8)]
         for start, part in zip(self._firsts, self._parts, strict=False):
             begin, end = max(first - start, 0), min(last - start, len(part.lengths))
@@ -214,7 +202,7 @@ class StoredDataset(NumberedRows):
         return np.concatenate(found)
 
     def digest(self) -> bytes:
-        """Return the digest of all rows, the same wherever they lie: 2 s a million of them where none was written."""
+        """Return the digest of all rows, the same for every store. Cost: 2 s a million rows if it was not stored."""
         known = self._parts[0].digest if len(self._parts) == 1 else None
         firsts = range(0, self.num_rows, ROWS_AT_ONCE)
         return known or digest_of_rows(
@@ -222,7 +210,7 @@ class StoredDataset(NumberedRows):
         )
 
     def name(self, row: int) -> str:
-        """Return where a row is: `train.jsonl:3`, or the file's path inside its folder."""
+        """Return the place of a row: `train.jsonl:3`, or the path of a document."""
         part, within = self._place(row)
         return part.name(within)
 
@@ -232,7 +220,8 @@ class StoredDataset(NumberedRows):
         return part.source_key(within)
 
     def _place(self, row: int) -> tuple[Rows, int]:
-        self.check_row(row)
+        if not 0 <= row < self.num_rows:
+            raise IndexError(f"row {row} of {self.num_rows}")
         number = bisect.bisect_right(self._firsts, row) - 1
         return self._parts[number], row - self._firsts[number]
 
@@ -244,8 +233,8 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 class MemoryRows:
     """`Rows` in memory: `flat_tokens` and `flat_labels`, int32 [tokens], row r from `offsets[r]` to `offsets[r + 1]`.
 
-    `flat_labels` is None where every label is a token, `flat_weights`, float32 [tokens], where all are 0 or 1.
-    `offsets` are int64 [rows + 1].
+    flat_labels: None if all labels are the ids. flat_weights: float32 [tokens]; None if all are 0 or 1. offsets: int64
+    [rows + 1].
     """
 
     digest: bytes | None = None
@@ -282,15 +271,15 @@ class MemoryRows:
         return ids[span], None if labels is None else labels[span], None if weights is None else weights[span]
 
     def read_ahead(self, row: int) -> None:
-        """Do nothing: it is here."""
+        """Do nothing: rows are in memory."""
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return what tells rows [first, last) from others, uint8 [last - first, 16]."""
+        """Return the digests of rows [first, last), uint8 [last - first, 16]."""
         found = b"".join(row_digest(*self.row(row)) for row in range(first, last))
         return np.frombuffer(found, dtype=np.uint8).reshape(-1, ROW_DIGEST_BYTES)
 
     def name(self, row: int) -> str:
-        """Return where a row is: `train.jsonl:3`, or the file's path inside its folder."""
+        """Return the place of a row: `train.jsonl:3`, or the path of a document."""
         source = self._source(row)
         place = row - source.first_row
         return f"{source.label}:{place + 1}" if source.names is None else source.names[place]
@@ -304,7 +293,7 @@ class MemoryRows:
 
 
 class DatasetBuilder:
-    """Gather rows one at a time; arrays grow in place, so the peak is little more than the tokens themselves."""
+    """Gathers rows one at a time. Arrays grow in place, so the peak of memory is little more than the tokens."""
 
     def __init__(self) -> None:
         self._tokens, self._labels, self._offsets = array("i"), None, array("q", [0])
@@ -314,19 +303,16 @@ class DatasetBuilder:
 
     @property
     def num_rows(self) -> int:
-        """All rows so far, with those left out."""
+        """Rows so far, including those left out."""
         return len(self._offsets) - 1
 
     def start_source(self, key: str, label: str, names: tuple[str, ...] | None, weight: float = 1.0) -> None:
-        """Note where the following rows come from."""
+        """Begin the rows of another source."""
         first_row = len(self._offsets) - 1
         self._sources.append(SourceRows(key=key, label=label, first_row=first_row, names=names, weight=weight))
 
     def add(self, tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarray | None = None) -> None:
-        """Append one sequence, int32 [length] each; labels None means the tokens.
-
-        weights: float32 [length]; None means 1 where there is a loss.
-        """
+        """Append a row, int32 [length]. labels: if None, the tokens. weights: float32 [length]; if None, 0 or 1."""
         if weights is not None and self._weights is None:
             so_far = self._tokens if self._labels is None else self._labels
             self._weights = array("f", plain_weights(np.frombuffer(so_far, dtype=np.int32)))
@@ -341,12 +327,12 @@ class DatasetBuilder:
         self._offsets.append(len(self._tokens))
 
     def skip(self, reason: str) -> None:
-        """Append a row that is left out, and count it."""
+        """Append a row without tokens, and count why it is left out."""
         self._skipped[reason] = self._skipped.get(reason, 0) + 1
         self._offsets.append(len(self._tokens))
 
     def rows(self) -> MemoryRows:
-        """Return the arrays; the builder is of no use afterwards."""
+        """Return the rows; the builder must not be used afterwards."""
         return MemoryRows(
             flat_tokens=np.frombuffer(self._tokens, dtype=np.int32),
             flat_labels=None if self._labels is None else np.frombuffer(self._labels, dtype=np.int32),
@@ -357,17 +343,17 @@ class DatasetBuilder:
         )
 
     def finish(self) -> StoredDataset:
-        """Return the rows as a dataset; the builder is of no use afterwards."""
+        """Return the dataset; the builder must not be used afterwards."""
         return StoredDataset([self.rows()])
 
 
 def plain_weights(labels: np.ndarray) -> np.ndarray:
-    """Return what labels weigh by themselves, float32: 1, and 0 where there is no loss."""
+    """Return loss weights from labels, float32: 0 at `NO_LOSS`, else 1."""
     return (labels != NO_LOSS).astype(np.float32)
 
 
 def sum_of_weights(weights: np.ndarray) -> float:
-    """Return what the losses of a row's tokens weigh together: all but the first's, summed in fp64."""
+    """Return the sum of a row's loss weights in fp64, without the first token, which has no loss."""
     return float(weights[1:].sum(dtype=np.float64))
 
 
@@ -379,7 +365,7 @@ TOO_LONG = "too long"
 
 
 def too_long(where: str, length: int, max_tokens: int, key: str) -> DataError:
-    """Return the error for a row of more tokens than its source may have; `key` is the source's config path."""
+    """Return the error for a row longer than max_tokens. key: the config path of its source."""
     expected, got = f"at most max_tokens {max_tokens}", f"{length} tokens"
     remedy = f"Raise {key}.max_tokens, or set {key}.too_long: skip to leave such rows out."
     return DataError(where, expected=expected, got=got, remedy=remedy)

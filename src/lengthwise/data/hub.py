@@ -18,7 +18,7 @@ from lengthwise.core.hub_access import endpoint, hub_answers
 
 
 def hub_files(name: str, *, subset: str | None, split: str, revision: str | None) -> list[Path]:
-    """Return the Arrow files that hold the rows of a split, in order; they are downloaded if they are not there.
+    """Return the Arrow files of a split in order; download them if they are not in the cache.
 
     Raises:
         DataError: `datasets` has no such dataset, subset or split, or no network.
@@ -35,7 +35,7 @@ def hub_files(name: str, *, subset: str | None, split: str, revision: str | None
 
 
 def hub_stream(asked: Mapping[str, Any], split: str, where: str) -> tuple[Callable[[], Any], list[Any]]:
-    """Return what makes the dataset of a split whose rows are read as they come, and its files with their versions.
+    """Return a function that makes the streaming dataset of a split, and its files with their versions.
 
     asked: arguments of `datasets.load_dataset_builder`. Raises DataError as `hub_files` does.
     """
@@ -54,7 +54,7 @@ def hub_stream(asked: Mapping[str, Any], split: str, where: str) -> tuple[Callab
 
 @contextmanager
 def _library(where: str, remedy: str, *, of_hub: bool = True) -> Iterator[None]:
-    """Let `datasets` look for a dataset inside the block; one of a hub that does not answer in its cache alone."""
+    """Let `datasets` look for a dataset inside the block, in its cache alone if the hub does not answer."""
     import datasets
 
     if not sys.stderr.isatty():
@@ -70,7 +70,7 @@ def _library(where: str, remedy: str, *, of_hub: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _offline(settings: Any, *, unless: bool) -> Iterator[None]:
-    """Let `datasets` look into its cache alone inside the block, which it knows by a setting of its module only."""
+    """Let `datasets` use its cache alone inside the block, by the only setting it has, a global of its module."""
     before: bool = settings.HF_HUB_OFFLINE
     settings.HF_HUB_OFFLINE = before or not unless
     try:

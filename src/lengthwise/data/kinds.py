@@ -1,4 +1,4 @@
-"""Kinds of files: what is read as rows, and what else a file may be, by how it begins or its name ends."""
+"""Kinds of files, by their first bytes or the end of their name: those that are read, and how to convert others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from lengthwise.core.errors import DataError
 from lengthwise.data.tables import ARROW_FILE, ARROW_STREAM, PARQUET, ZSTANDARD
 
-HEAD = 4096  # bytes of a file that are looked at for its kind
+HEAD = 4096  # bytes of a file that show its kind
 GZIP = b"\x1f\x8b"
 PACKED = (GZIP, ZSTANDARD)  # how packed lines begin
 READ = "JSON lines (plain, gzip or Zstandard), Parquet or Arrow"
@@ -24,7 +24,7 @@ _EXCEL = _CSV.replace("read_csv", "read_excel")
 _IDS = 'write a row {"input_ids": [...]} a line.'
 _DOCUMENTS = f"read it with Megatron's IndexedDataset, and for each of its documents {_IDS}"
 _TO_UTF8 = "iconv -f UTF-16 -t UTF-8 NAME > PLAIN.utf-8"
-# How a file begins that is no text, what it is, and how one makes something of it that is read.
+# First bytes of a file that is no text, its kind, and how to convert it.
 _BEGINS = (
     (PARQUET, "Parquet", _SOURCE),
     (ARROW_FILE, "Arrow", _SOURCE),
@@ -73,7 +73,7 @@ _HEADERS = (  # first lines of tables by another name
 
 
 def check_head(head: bytes, path: Path, shown: str, *, rows: bool) -> None:
-    """Raise DataError for a file that is not read, by its first bytes. `rows`: what rows are read from is read."""
+    """Raise DataError for a file of another kind, by its first bytes. rows: allow files of rows, else texts alone."""
     for start, kind, remedy in _BEGINS:
         if head.startswith(start) and not (rows and start in _OF_ROWS):
             if kind == "zip" and (path.suffix.lower().startswith(".xls") or b"xl/" in head):
@@ -82,7 +82,7 @@ def check_head(head: bytes, path: Path, shown: str, *, rows: bool) -> None:
 
 
 def check_lines(file: BufferedReader, path: Path) -> None:
-    """Raise DataError for an open file, unpacked, that is something else than lines of JSON."""
+    """Raise DataError for an open, unpacked file that is no lines of JSON."""
     head, shown = file.peek(HEAD)[:HEAD], str(path).encode("utf-8", "backslashreplace").decode("utf-8")
     begin = head.lstrip()[:1]
     if head[257:262] == b"ustar":

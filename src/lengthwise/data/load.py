@@ -1,24 +1,27 @@
-"""Sources to a dataset: read, check, tokenize and count every row once, and report the bad ones together.
+"""Sources to a dataset: read, check, tokenize and count every row once, and report bad rows together.
 
-Rows of one file that are refused for the same reason are one line with a count. Cost: one pass over the files. What
-`lengthwise prepare` wrote is opened as it is, and its tokens stay on the disk.
+Rows of a file that are refused for the same reason are one line with a count. Prepared data is mapped, and its tokens
+stay on the disk.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.arrow import ArrowRows
+from lengthwise.data.blocks import read_blocks
 from lengthwise.data.dataset import TOO_LONG, DatasetBuilder, Rows, StoredDataset, too_long
+from lengthwise.data.in_order import StreamOrder
 from lengthwise.data.prepared import ENCODING, Prepared, UsedTokenizer, is_prepared, read_prepared, refuse
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sources import list_source
 from lengthwise.data.tokenizer import Tokenizer
-from lengthwise.data.tokens import BAD, REFUSED, token_rows
+from lengthwise.data.tokens import BAD, REFUSED, Tokenizing, TokenRow
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -35,16 +38,22 @@ def load_dataset(
 ) -> StoredDataset:
     """Read all rows of all sources, in order.
 
-    `tokenizer` is called once, when the first text is met: rows of ids need none. `vocab_size` is the model's; None
-    leaves ids unchecked. `key` is the config path of the sources, for messages. `check_tokenizer` False takes prepared
-    sources of whatever tokenizer, for who asks for lengths alone. `on_bad_row` gets why a row is left out of a source
-    with `bad_rows: skip`. Raises DataError for one bad row of others, Problems for more (the first 20 and a count),
-    DataError where nothing is left to train on.
+    tokenizer: called once, for the first text. vocab_size: the model's; if None, ids are not checked. key: the config
+    path of the sources, for messages. check_tokenizer: False allows prepared sources of any tokenizer. on_bad_row: gets
+    the error of each row that `bad_rows: skip` leaves out.
+
+    Raises:
+        DataError: a bad row (Problems for several: the first 20 kinds and a count), or no row to train on.
     """
     refusals, parts, bad = Refusals(), list[Rows](), list[DataError]()
-    builder, loaded = DatasetBuilder(), functools.cache(tokenizer)
-    for index, source in enumerate(sources):
-        where = f"{key}.{index}"
+    builder, loaded, keys = DatasetBuilder(), functools.cache(tokenizer), [f"{key}.{n}" for n in range(len(sources))]
+    tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
+
+    def note(error: DataError) -> None:
+        bad[:] = bad or [error]
+        on_bad_row(error)
+
+    for index, (source, where) in enumerate(zip(sources, keys, strict=True)):
         if source.path is not None and is_prepared(source.path):
             judge = loaded if check_tokenizer else None
             mapped = open_prepared(source, key=where, tokenizer=judge, vocab_size=vocab_size, report=refusals.add)
@@ -54,17 +63,12 @@ def load_dataset(
             continue
         for listing in list_source(source, refusals.add):
             builder.start_source(where, listing.label, listing.names, source.weight)
-            for row in token_rows(listing, source, where, tokenizer=loaded, vocab_size=vocab_size):
+            for row in (row for block in read_blocks(listing) for row in tokenizing.rows(replace(block, source=index))):
                 if row.kind == REFUSED:
                     assert row.error is not None, row
                     refusals.add(row.error)
-                elif row.tokens is None:
-                    builder.skip(row.kind)
                 else:
-                    builder.add(row.tokens, row.labels, row.weights)
-                if row.kind == BAD and row.error is not None:
-                    bad[1:] = [row.error]  # the first and the last
-                    on_bad_row(row.error)
+                    _take(row, builder, note)
     refusals.raise_all(key)
     dataset = StoredDataset([*parts, builder.rows()] if builder.num_rows or not parts else parts)
     if not len(dataset.ids):
@@ -77,6 +81,45 @@ def load_dataset(
     return dataset
 
 
+def first_rows(
+    sources: Sequence[DataSource],
+    *,
+    tokenizer: Callable[[], Tokenizer],
+    vocab_size: int | None,
+    sequences: int | None,
+    tokens: int | None = None,
+    on_bad_row: Callable[[DataError], None] = lambda _error: None,
+) -> StoredDataset:
+    """Read the first `sequences` rows or `tokens` tokens of a stream. DataError for a row that stops the run."""
+    builder, loaded, read, held = DatasetBuilder(), functools.cache(tokenizer), 0, 0
+    keys = [f"data.{number}" for number in range(len(sources))]
+    tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
+    for row in (row for block in StreamOrder(sources).blocks() for row in tokenizing.rows(block)):
+        if row.kind == REFUSED:
+            assert row.error is not None, row
+            raise row.error
+        builder.start_source(keys[row.source], row.name, (row.name,))
+        _take(row, builder, on_bad_row)
+        if row.tokens is None:
+            continue
+        read, held = read + 1, held + len(row.tokens)
+        if read == sequences or (tokens is not None and held >= tokens):
+            break
+    if not read:
+        where, expected = "data", "at least one sequence to train on"
+        raise DataError(where, expected=expected, got="none", remedy="Add rows, or raise max_tokens.")
+    return builder.finish()
+
+
+def _take(row: TokenRow, builder: DatasetBuilder, on_bad_row: Callable[[DataError], None]) -> None:
+    if row.tokens is None:
+        builder.skip(row.kind)
+    else:
+        builder.add(*row.held)
+    if row.kind == BAD and row.error is not None:
+        on_bad_row(row.error)
+
+
 def open_prepared(
     source: DataSource,
     *,
@@ -85,9 +128,10 @@ def open_prepared(
     vocab_size: int | None,
     report: Callable[[DataError], None],
 ) -> ArrowRows | None:
-    """Open the prepared folder that a source names; what it cannot serve is reported, and None returned.
+    """Open the prepared folder of a source; report the reasons and return None if the run cannot use it.
 
-    `tokenizer` is called where some rows were texts; None takes those of any. `vocab_size` None: ids of any size.
+    tokenizer: called if some rows were texts; if None, any tokenizer is allowed. vocab_size: if None, ids are not
+    checked.
     """
     assert source.path is not None, "prepared data has a path"
     folder, refused = source.path, list[DataError]()
@@ -130,7 +174,7 @@ def _other_tokenizer(folder: Path, made: Prepared, its: UsedTokenizer, tokenizer
 
 
 def _other_limits(folder: Path, made: Prepared, source: DataSource, dataset: ArrowRows, key: str) -> list[DataError]:
-    """Return what a source asks for and preparing has left out, and rows that the source does not take."""
+    """Return errors for rows that preparing left out and the source allows, and for rows that the source refuses."""
     limits = [each.get("max_tokens") for each in made.sources]
     least = min((limit for limit in limits if isinstance(limit, int)), default=None)
     left_out = made.skipped.get(TOO_LONG, 0)

@@ -1,6 +1,6 @@
 """Texts of which only a part has a loss: a prompt with its completion, and chats, where assistants' turns have it.
 
-The whole text is encoded once; a token has a loss when a character of it lies in what is to be learned, as in
+The whole text is encoded once; a token has a loss if one of its characters is to be learned, as in
 transformers' mask of assistant tokens. One that begins in a prompt and ends in its completion is refused.
 """
 

@@ -1,7 +1,7 @@
-"""The rows of files by number: one pass finds where each begins, and then any of them is read alone.
+"""Rows of files by number: one pass finds the start of every row, then any row is read alone.
 
-Lines are read from the open file, tables where they are mapped. What is packed, gzip, Zstandard and Parquet, is written
-once to an unnamed file beside other temporary ones, which ends with its process. Cost: 8 bytes of memory a line.
+Lines are read from the open file, tables are mapped. gzip, Zstandard and Parquet are first written to an unnamed
+temporary file, which ends with its process. Memory: 8 bytes a line.
 """
 
 from __future__ import annotations
@@ -10,119 +10,132 @@ import bisect
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.blocks import Block, empty_file, read_blocks
 from lengthwise.data.kinds import PACKED, check_lines
-from lengthwise.data.rows import RawRow, RowParser
-from lengthwise.data.sources import Listing, is_table, open_source, printable_name, read_rows
+from lengthwise.data.sampler import epoch_order
+from lengthwise.data.sources import Listing, is_table, open_source, printable_name
 from lengthwise.data.tables import mapped_batches, row_of
 
 _BLOCK = 8 << 20
 _LINE_END = 10
-_WEIGHTS = "weights"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """The rows of a part of a source: how many, SHA-256 of the files' bytes, and whether any row may have weights."""
+class HashOrder:
+    """Some parts of all sources, in the order of all rows of the run. A mark is (rows before, lines before).
 
-    rows: int
-    digest: str
-    weighed: bool = False
+    Rows before: those of the run before these parts. Lines before: those of the first part's file before it. parts:
+    with the number of their source.
+    """
 
+    def __init__(self, parts: Sequence[tuple[int, Listing]], *, seed: int) -> None:
+        self._parts, self._seed = parts, seed
 
-class RowsByNumber(Protocol):
-    """Rows that are read by their number, from 0."""
+    @cached_property
+    def _rows(self) -> list[_Documents | _Lines | _Table]:
+        return [numbered(part) for _, part in self._parts]
 
-    counted: Counted
+    @property
+    def identity(self) -> list[Any]:
+        """Number of rows and SHA-256 of the bytes of every part. DataError if a file cannot be read."""
+        return [[each.num_rows, each.digest] for each in self._rows]
 
-    def row(self, number: int) -> RawRow | DataError:
-        """Return a row, or what is wrong with it; its place counts from the first of these."""
-        ...
+    def blocks(self, epoch: int, place: int, mark: Any) -> Iterator[Block]:
+        """Read the rows of an epoch from a place in its order on, a row a block."""
+        before, line = mark
+        firsts, lines = np.cumsum([0, *(each.num_rows for each in self._rows)]).tolist(), list[int]()
+        for (_, part), rows in zip(self._parts, self._rows, strict=True):
+            lines.append(line if part.goes_on else 0)
+            line = lines[-1] + rows.num_rows
+        order = epoch_order(np.arange(before, before + firsts[-1]), seed=self._seed, epoch=epoch) - before
+        for row in order[place:].tolist():
+            number = bisect.bisect_right(firsts, row) - 1
+            line = row - firsts[number] + lines[number] + 1
+            yield replace(self._rows[number].block(row - firsts[number], line), source=self._parts[number][0])
 
     def close(self) -> None:
         """Close the files."""
-        ...
+        for each in self.__dict__.get("_rows", ()):
+            each.close()
 
 
-def numbered(listing: Listing, vocab_size: int | None) -> RowsByNumber:
+def numbered(listing: Listing) -> _Documents | _Lines | _Table:
     """Find the rows of a listing, or of a part of a file of lines. DataError for a file that cannot be read."""
     if listing.names is not None:
-        return _Documents(listing, vocab_size)
+        return _Documents(listing)
     with open_source(listing.root) as file:
         table = is_table(file)
-    return _Table(listing, vocab_size) if table else _Lines(listing, vocab_size)
+    return _Table(listing) if table else _Lines(listing)
+
+
+def _bad(listing: Listing, line: int, error: DataError, name: str | None = None) -> Block:
+    of_row: dict[str, Any] = {"label": listing.label, "shown": listing.shown, "first": line, "name": name}
+    return Block(kind="values", content=[error], **of_row)
 
 
 class _Documents:
-    def __init__(self, listing: Listing, vocab_size: int | None) -> None:
+    def __init__(self, listing: Listing) -> None:
+        assert listing.names is not None, "documents have names"
         found = hashlib.sha256()
         for path in listing.paths:
             with open_source(path, rows=False) as file:
                 found.update(hashlib.file_digest(file, "sha256").digest())
-        self._listing, self._vocab_size = listing, vocab_size
+        self._listing, self._names = listing, listing.names
         self._files = [_identity(path.stat()) for path in listing.paths]
-        self.counted = Counted(rows=len(self._files), digest=found.hexdigest())
-
-    def row(self, number: int) -> RawRow | DataError:
-        assert self._listing.names is not None, "documents have names"
-        problems = list[DataError]()
-        one = replace(self._listing, names=(self._listing.names[number],))
-        if _identity(one.paths[0].stat()) != self._files[number]:
-            return _changed(one.paths[0])
-        rows = list(read_rows(one, self._vocab_size, problems.append))
-        return problems[0] if problems else rows[0]
+        self.num_rows, self.digest = len(self._files), found.hexdigest()
 
     def close(self) -> None:
         pass
 
+    def block(self, number: int, line: int) -> Block:
+        one = replace(self._listing, names=(self._names[number],))
+        if _identity(one.paths[0].stat()) != self._files[number]:
+            return _bad(one, line, _changed(one.paths[0]), self._names[number])
+        (found,) = read_blocks(one)
+        return _bad(one, line, found.content, found.name) if found.kind == "error" else found
+
 
 class _Lines:
-    """Lines that begin in the bytes of a part; all of a packed file, whose part says nothing."""
-
-    def __init__(self, listing: Listing, vocab_size: int | None) -> None:
-        self._path, self._parser = listing.root, RowParser(vocab_size)
-        self._shown = listing.shown or printable_name(listing.root)
+    def __init__(self, listing: Listing) -> None:
+        self._listing = listing
         with open_source(listing.root) as rows:
-            check_lines(rows, Path(self._shown))
-            if not rows.peek(1):
-                remedy = "Take it out of {data|`data`}, or fill it."
-                raise DataError(self._shown, expected="rows", got="an empty file", remedy=remedy)
+            if not listing.goes_on:
+                check_lines(rows, Path(listing.shown))
             packed = listing.root.open("rb")
-            if packed.peek(4)[:4].startswith(PACKED):
+            if packed.peek(4).startswith(PACKED):
                 self._file, part = _copied(iter(lambda: rows.read(_BLOCK), b"")), None
                 packed.close()
             else:
                 self._file, part = packed, listing.part
         self._identity, size = _identity(os.fstat(self._file.fileno())), os.fstat(self._file.fileno()).st_size
         first, last = (0, size) if part is None else (part[0], min(part[1], size))
-        self._starts, self.counted = self._scan(first, last)
+        self._starts, self.digest = self._scan(first, last)
+        self.num_rows, self.close = max(0, len(self._starts) - 1), self._file.close
+        if not size:
+            self._file.close()
+            raise empty_file(listing)
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _scan(self, first: int, last: int) -> tuple[np.ndarray, Counted]:
-        """Return where each line begins that does so in bytes [first, last), and where the last one ends."""
-        found, digest, weighed, tail = [np.zeros(0 if first else 1, dtype=np.int64)], hashlib.sha256(), False, b""
+    def _scan(self, first: int, last: int) -> tuple[np.ndarray, str]:
+        """Return the starts of the lines in bytes [first, last) and the last one's end, and the digest of the bytes."""
+        found, digest = [np.zeros(0 if first else 1, dtype=np.int64)], hashlib.sha256()
         at = max(0, first - 1)  # a line end there is the start of our first line
         for block in self._blocks(at, last):
             digest.update(block)
-            weighed = weighed or b'"weights"' in tail + block
-            tail = block[-16:]
             found.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == _LINE_END) + (at + 1))
             at += len(block)
-        weighed = weighed or b'"weights"' in tail + os.pread(self._file.fileno(), 16, at)  # over a border of two parts
         starts = np.concatenate(found)
         starts = starts[starts < last]
         if len(starts):
             starts = np.append(starts, self._line_end(max(last - 1, int(starts[-1]))))
-        return starts, Counted(rows=max(0, len(starts) - 1), digest=digest.hexdigest(), weighed=weighed)
+        return starts, digest.hexdigest()
 
     def _blocks(self, first: int, last: int) -> Iterator[bytes]:
         while first < last and (block := os.pread(self._file.fileno(), min(_BLOCK, last - first), first)):
@@ -137,51 +150,41 @@ class _Lines:
             at += len(block)
         return at
 
-    def row(self, number: int) -> RawRow | DataError:
+    def block(self, number: int, line: int) -> Block:
         start, stop = map(int, self._starts[number : number + 2])
-        line = os.pread(self._file.fileno(), stop - start, start)
+        content = os.pread(self._file.fileno(), stop - start, start)
         if _identity(os.fstat(self._file.fileno())) != self._identity:
-            return _changed(self._path)
-        try:
-            where, last = f"{self._shown}:{number + 1}", not line.endswith(b"\n")
-            return self._parser.parse(line, where=where, offset=start, last=last)
-        except DataError as error:
-            return error
+            return _bad(self._listing, line, _changed(self._listing.root))
+        label, shown = self._listing.label, self._listing.shown
+        return Block(kind="lines", content=[content], label=label, shown=shown, first=line, offset=start)
 
 
 class _Table:
-    def __init__(self, listing: Listing, vocab_size: int | None) -> None:
-        self._path, self._parser = listing.root, RowParser(vocab_size)
-        self._shown = listing.shown or printable_name(listing.root)
-        self._file = listing.root.open("rb")  # what is mapped is this one, also where another takes its name
+    def __init__(self, listing: Listing) -> None:
+        self._listing = listing
+        self._file = listing.root.open("rb")  # the mapped file, even if another takes its name
         self._identity = _identity(os.fstat(self._file.fileno()))
         try:
-            self._batches = mapped_batches(self._file, self._shown)
+            self._batches = mapped_batches(self._file, listing.shown)
         except DataError:
             self._file.close()
             raise
         self._firsts = [0, *np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64).tolist()]
-        names = self._batches[0].schema.names if self._batches else ()
-        digest = hashlib.file_digest(self._file, "sha256").hexdigest()
-        self.counted = Counted(rows=self._firsts[-1], digest=digest, weighed=_WEIGHTS in names)
+        self.num_rows, self.close = self._firsts[-1], self._file.close
+        self.digest = hashlib.file_digest(self._file, "sha256").hexdigest()
 
-    def close(self) -> None:
-        self._file.close()
-
-    def row(self, number: int) -> RawRow | DataError:
-        batch, where = bisect.bisect_right(self._firsts, number) - 1, f"{self._shown}:{number + 1}"
-        values = row_of(self._batches[batch], number - self._firsts[batch], where)
+    def block(self, number: int, line: int) -> Block:
+        batch = bisect.bisect_right(self._firsts, number) - 1
+        values = row_of(self._batches[batch], number - self._firsts[batch], f"{self._listing.shown}:{line}")
         if _identity(os.fstat(self._file.fileno())) != self._identity:
-            return _changed(self._path)
-        try:
-            return values if isinstance(values, DataError) else self._parser.take(values, where=where)
-        except DataError as error:
-            return error
+            return _bad(self._listing, line, _changed(self._listing.root))
+        label, shown = self._listing.label, self._listing.shown
+        return Block(kind="values", content=[values], label=label, shown=shown, first=line)
 
 
 def _copied(blocks: Iterator[bytes]) -> BinaryIO:
     """Return an unnamed file of these blocks."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open as long as its rows are read
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open for its rows
     for block in blocks:
         file.write(block)
     file.flush()
@@ -194,4 +197,4 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 
 def _changed(path: Path) -> DataError:
     remedy = "Let whatever writes it finish, then start again."
-    return DataError(printable_name(path), expected="a file that stays as it is", got="a change", remedy=remedy)
+    return DataError(printable_name(path), expected="a file that does not change", got="a change", remedy=remedy)

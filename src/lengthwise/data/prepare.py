@@ -1,8 +1,7 @@
-"""Tokenize once: sources to a folder of Arrow files (`arrow`), by `datasets.map`, in the processes of the caller.
+"""Tokenize once: sources to a folder of Arrow files (`arrow`), in order, in the processes of the caller.
 
-Sources are cut into parts, and each file is one `map` over some of them. Work goes on in `OUT.unfinished`, which is
-renamed when all of it is on the disk. What a killed process leaves there is gone on with: files that are whole stay,
-provided that sources, settings and tokenizer are what they were. A second try ends with the same bytes.
+`OUT.unfinished` is renamed to `OUT` once all files are on the disk. A second try keeps the finished files of a killed
+one, if sources, settings and tokenizer are the same, goes on at the mark of the last one, and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from lengthwise.core.files import sync, try_lock
 from lengthwise.data.arrow import KINDS, UNREADABLE, Columns, schema, table_of
 from lengthwise.data.dataset import TOO_LONG
 from lengthwise.data.digests import digest_of_rows
+from lengthwise.data.in_order import listed_blocks
 from lengthwise.data.prepared import (
     ENCODING,
     NAME,
@@ -38,18 +39,16 @@ from lengthwise.data.prepared import (
     read_prepared,
     write_description,
 )
-from lengthwise.data.refusals import Refusals, at_line
-from lengthwise.data.sources import PART_BYTES, Listing, cut_listing, list_source, printable_name
-from lengthwise.data.tokenizer import Tokenizer, load_tokenizer
-from lengthwise.data.tokens import BAD, EMPTY, REFUSED, token_rows
+from lengthwise.data.refusals import Refusals
+from lengthwise.data.sources import PART_BYTES, Listing, list_source
+from lengthwise.data.tokenizer import Tokenizer, tokenizer_of_process
+from lengthwise.data.tokens import BAD, EMPTY, REFUSED, Runner, Tokenizing, TokenRow
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-Runner = Callable[[Callable[[Any], Any], Sequence[Any]], Iterable[Any]]
-"""Calls a function with each of some tasks, in any order, perhaps in other processes; yields what it returns."""
-
-_FILES = 200  # Arrow files of a folder, about: training keeps all of them open
+_FILES = 50  # after so many, files are twice as large: training keeps all of them open
+_TASK_BYTES = 1 << 20  # of source files, for a batch of Arrow
 _WORK, _PLAN = "work", "plan.json"
 _LOOK_SECONDS = 0.2
 _LEFT_OUT = (EMPTY, BAD, TOO_LONG)
@@ -58,7 +57,7 @@ _OF_RUNS = {"weight", "remote", "streaming"}  # settings of a source that change
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToPrepare:
-    """All that decides what is prepared: sources with the config path of each, their listings, and the tokenizer."""
+    """Sources with their config paths and listings, and the tokenizer: all that decides the prepared rows."""
 
     sources: tuple[DataSource, ...]
     keys: tuple[str, ...]
@@ -75,6 +74,12 @@ class ToPrepare:
         values = [ENCODING, made, settings, self.vocab_size, self.files]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
+    @property
+    def tokenizing(self) -> Tokenizing:
+        """How rows become tokens."""
+        tokenizer = functools.partial(tokenizer_of_process, self.tokenizer_name)
+        return Tokenizing(sources=self.sources, keys=self.keys, tokenizer=tokenizer, vocab_size=self.vocab_size)
+
 
 def to_prepare(
     sources: Sequence[DataSource],
@@ -85,12 +90,11 @@ def to_prepare(
     vocab_size: int | None = None,
     least_bytes: int = 0,
 ) -> ToPrepare | None:
-    """Find all files of all sources; None where they have less than `least_bytes` together.
+    """Find all files of all sources; return None if they have fewer than `least_bytes` together.
 
-    Raises DataError, or Problems, for what is not there or is prepared already.
-
-    `keys`: the config path of each source, for messages; None: data.0 and so on. `vocab_size`: rows with larger ids are
-    bad; None: with none. `tokenizer` loads the one of that name; where it does not load, a text is an error.
+    tokenizer: loads the tokenizer of that name; if it raises ConfigError, a text is an error later. keys: config paths
+    of the sources; if None, data.0 and so on. vocab_size: rows with larger ids are bad; if None, ids are not checked.
+    Raises DataError, or Problems, for missing files, prepared data, streams and weights.
     """
     keys = [f"data.{number}" for number in range(len(sources))] if keys is None else keys
     problems, listings = list[DataError](), list[tuple[int, Listing]]()
@@ -142,13 +146,13 @@ def prepare_folder(
     on_progress: Callable[[Progress], None] = lambda _progress: None,
     part_bytes: int = PART_BYTES,
 ) -> tuple[Prepared, bool]:
-    """Prepare sources into the folder `out`; return what it is, and whether it was there already, the same.
+    """Prepare sources into the folder `out`; return its description, and whether the same folder was there already.
 
-    `wait_seconds`: how long to wait for another process that prepares it and does not get on; None: not at all.
-    `run` calls functions in other processes; the default calls them here.
+    run: tokenizes in other processes, or here. wait_seconds: how long to wait for another process that prepares the
+    folder without progress; if None, a folder that is being prepared is an error.
 
     Raises:
-        LengthwiseError: sources that cannot be read, all bad rows together; a folder that holds something else, is
+        LengthwiseError: sources cannot be read, with all bad rows together; or the folder holds something else, is
             being written by another process, or cannot be written.
     """
     out = Path(os.path.abspath(out))
@@ -161,7 +165,7 @@ def prepare_folder(
         if held is None:
             return read_prepared(out), True
         try:
-            if _is_there(out, plan, overwrite=overwrite):  # whoever held it before
+            if _is_there(out, plan, overwrite=overwrite):  # by the process that held the lock
                 return read_prepared(out), True
             on_start()
             return _prepare(plan, out, run, on_progress, part_bytes), False
@@ -175,7 +179,7 @@ def prepare_folder(
 
 
 def _hold(lock: Path, out: Path, plan: ToPrepare, wait_seconds: float | None) -> Any:
-    """Return the lock, held; None: another process has prepared it meanwhile."""
+    """Return the lock once this process holds it; None if another process has prepared the folder meanwhile."""
     seen, still = set[Any](), 0.0
     while isinstance(held := try_lock(lock), str):
         if wait_seconds is None:
@@ -194,7 +198,7 @@ def _hold(lock: Path, out: Path, plan: ToPrepare, wait_seconds: float | None) ->
 
 
 def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
-    """Return whether the same is there, whole; OutputError for anything else, unless it may be overwritten."""
+    """Return whether the same data is there and whole; OutputError for anything else, unless it may be overwritten."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not is_prepared(out):
@@ -213,9 +217,9 @@ def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
 
 
 def files_in(folder: Path) -> set[Any]:
-    """Return what differs whenever something in a folder was written: sizes and times of its files."""
+    """Return sizes and times of the files in a folder, which show progress."""
     found = set[Any]()
-    with contextlib.suppress(FileNotFoundError):  # it is at its end
+    with contextlib.suppress(FileNotFoundError):  # it was renamed
         for path in folder.rglob("*"):
             status = path.stat()
             found.add((path, status.st_size, status.st_mtime_ns))
@@ -227,14 +231,10 @@ def _unfinished(out: Path) -> Path:
 
 
 def _prepare(
-    plan: ToPrepare,
-    out: Path,
-    run: Runner,
-    on_progress: Callable[[Progress], None],
-    part_bytes: int,
+    plan: ToPrepare, out: Path, run: Runner, on_progress: Callable[[Progress], None], part_bytes: int
 ) -> Prepared:
     folder = _unfinished(out)
-    text = f"{plan.fingerprint()} {part_bytes}\n"
+    text = f"in order, {plan.fingerprint()} {part_bytes}\n"
     begun = folder / _WORK / _PLAN
     if not _is_whole(folder, plan):
         if not begun.is_file() or begun.read_text(encoding="utf-8") != text:
@@ -242,10 +242,9 @@ def _prepare(
             begun.parent.mkdir(parents=True)
             begun.with_suffix(".tmp").write_text(text, encoding="utf-8")
             begun.with_suffix(".tmp").replace(begun)
-        parts = _cut(plan, begun.parent, part_bytes)
-        paths = _write(folder, plan, parts, run, on_progress)
+        paths = _write(folder, plan, run, on_progress, part_bytes)
         for path in folder.iterdir():
-            if path.is_file() and path not in paths:  # of a process that was killed
+            if path.is_file() and path not in paths:  # left by a killed process
                 path.unlink()
         write_description(folder, _checked(plan, Columns(paths)), schema(), work=folder / _WORK)
     shutil.rmtree(folder / _WORK, ignore_errors=True)
@@ -258,131 +257,76 @@ def _prepare(
 
 
 def _is_whole(folder: Path, plan: ToPrepare) -> bool:
-    """Return whether an earlier process has only not renamed it."""
+    """Return whether an earlier process has finished the folder without renaming it."""
     try:
         return (folder / NAME).is_file() and read_prepared(folder).fingerprint == plan.fingerprint()
     except DataError:
         return False
 
 
-def _cut(plan: ToPrepare, work: Path, part_bytes: int) -> list[tuple[int, Listing]]:
-    """Return all parts of all listings in order, with the number of the listing of each."""
-    problems, parts = list[DataError](), list[tuple[int, Listing]]()
-    for number, (_, listing) in enumerate(plan.listings):
-        try:
-            parts += [(number, part) for part in cut_listing(listing, part_bytes, work)]
-        except DataError as error:
-            problems.append(error)
-    raise_problems(problems)
-    return parts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileTask:
-    """A file to be written: parts with the number of the listing of each."""
-
-    path: Path
-    parts: tuple[tuple[int, Listing], ...]
-    plan: ToPrepare
-
-    def __str__(self) -> str:
-        """Say in words what is done, and with which files."""
-        listing = self.parts[0][1]
-        return f"writing {self.path.name} from {printable_name(listing.shown or listing.paths[0])}"
-
-
 def _write(
-    folder: Path,
-    plan: ToPrepare,
-    parts: Sequence[tuple[int, Listing]],
-    run: Runner,
-    on_progress: Callable[[Progress], None],
+    folder: Path, plan: ToPrepare, run: Runner, on_progress: Callable[[Progress], None], part_bytes: int
 ) -> list[Path]:
-    """Write the rows of all parts, some parts a file, unless they are there; return the files in order."""
-    import datasets  # noqa: F401 - here, so that forked processes have it
+    """Write all rows in order, after those of finished files; return all files."""
+    import pyarrow as pa
 
-    each, small = max(1, -(-len(parts) // _FILES)), replace(plan, files=())
-    tasks = [
-        FileTask(path=folder / f"rows-{number:06d}.arrow", parts=tuple(parts[first : first + each]), plan=small)
-        for number, first in enumerate(range(0, len(parts), each))
-    ]
-    missing = [task for task in tasks if not _noted(task.path).is_file()]
-    found = done = len(tasks) - len(missing)
-    on_progress(Progress(files_done=done, files_found=found, num_files=len(tasks)))
-    for _ in run(_write_file, missing):
-        done += 1
-        on_progress(Progress(files_done=done, files_found=found, num_files=len(tasks)))
-    return [task.path for task in tasks]
+    paths, mark, found = list[Path](), None, 0.0
+    sizes = iter([size for _, size, *_ in plan.files])
+    ends = [*accumulate((sum(islice(sizes, len(listing.paths))) for _, listing in plan.listings), initial=0)]
+
+    def progress(last: TokenRow) -> Progress:
+        first, end = ends[last.origin : last.origin + 2]
+        return Progress(done=(first + last.share * (end - first)) / max(1, ends[-1]), found=found)
+
+    while (noted := _noted(path := folder / f"rows-{len(paths):06d}.arrow")).is_file():
+        mark, found = json.loads(noted.read_text(encoding="utf-8"))
+        paths.append(path)
+    on_progress(Progress(done=found, found=found))
+    with contextlib.closing(
+        plan.tokenizing.run(run, listed_blocks(plan.listings, mark), _packed, _TASK_BYTES)
+    ) as tables:
+        while (first := next(tables, None)) is not None:
+            path, held, most = folder / f"rows-{len(paths):06d}.arrow", 0, part_bytes << len(paths) // _FILES
+            with path.open("wb") as file, pa.ipc.new_stream(file, schema()) as out:
+                for table, last in chain([first], tables):
+                    out.write_table(table)
+                    mark, now = last.mark, progress(last)
+                    on_progress(now)
+                    held += table.nbytes
+                    if held >= most:
+                        break
+            sync(path)
+            noted = _noted(path)
+            noted.with_suffix(".tmp").write_text(json.dumps([mark, now.done]), encoding="utf-8")
+            noted.with_suffix(".tmp").replace(noted)
+            sync(noted.parent)
+            paths.append(path)
+    return paths
+
+
+def _packed(rows: list[TokenRow]) -> tuple[Any, TokenRow]:
+    """Return the table of rows, and the last of them without its tokens."""
+    last = rows[-1]
+    return table_of(rows), TokenRow(kind=last.kind, origin=last.origin, share=last.share, mark=last.mark)
 
 
 def _noted(path: Path) -> Path:
-    """Return the file that is there once `path` is whole and on the disk."""
+    """Return the path of the note that `path` is whole, with the mark of the rows that follow."""
     return path.parent / _WORK / f"{path.name}.whole"
 
 
-def _write_file(task: FileTask) -> None:
-    import datasets
-
-    task.path.unlink(missing_ok=True)  # of a machine that lost power
-    table = datasets.Dataset.from_dict({"part": list(range(len(task.parts)))})
-    with _quiet(datasets):
-        table.map(
-            _part_table,
-            batched=True,
-            batch_size=1,
-            writer_batch_size=1 << 20,
-            remove_columns=["part"],
-            features=datasets.Features.from_arrow_schema(schema()),
-            fn_kwargs={"task": task},
-            cache_file_name=str(task.path),
-            new_fingerprint=task.path.stem,
-        )
-    sync(task.path)
-    _noted(task.path).touch()
-    sync(_noted(task.path).parent)
-
-
-@contextlib.contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Let `datasets` show no bars of its own inside the block."""
-    were = datasets.are_progress_bars_disabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if not were:
-            datasets.enable_progress_bars()
-
-
-_loaded = functools.cache(load_tokenizer)
-
-
-def _part_table(batch: Any, task: FileTask) -> Any:
-    (number,), plan = batch["part"], task.plan
-    origin, listing = task.parts[number]
-    source = plan.listings[origin][0]
-    tokenizer = functools.partial(_loaded, plan.tokenizer_name)
-    rows = token_rows(listing, plan.sources[source], plan.keys[source], tokenizer=tokenizer, vocab_size=plan.vocab_size)
-    return table_of(rows, origin, listing.names)
-
-
 def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
-    """Return what was prepared; raise what is wrong with it, all bad rows together."""
+    """Return the description of the prepared rows; raise an error for all bad rows together."""
     kinds, origins = columns.numbers("kind"), columns.numbers("origin")
     is_row = kinds != KINDS.index(UNREADABLE)
     refusals, firsts = Refusals(), np.searchsorted(origins[is_row], np.arange(len(plan.listings)))
-    wrong = (KINDS.index(REFUSED), KINDS.index(UNREADABLE))
-    before = np.cumsum(is_row) - is_row  # rows before, of all
-    for row in np.flatnonzero(np.isin(kinds, wrong)).tolist():
+    for row in np.flatnonzero(np.isin(kinds, (KINDS.index(REFUSED), KINDS.index(UNREADABLE)))).tolist():
         where, expected, got, remedy = json.loads(columns.text(row, "error") or "")
-        error = DataError(where, expected=expected, got=got, remedy=remedy)
-        if is_row[row] and plan.listings[origins[row]][1].names is None:  # parts count from their first
-            error = at_line(error, int(before[row] - firsts[origins[row]] + 1))
-        refusals.add(error)
+        refusals.add(DataError(where, expected=expected, got=got, remedy=remedy))
     refusals.raise_all(_together(plan))
     if tuple(_found(path) for _, listing in plan.listings for path in listing.paths) != plan.files:
         remedy = "Let whatever writes it finish, then start again."
-        raise DataError(_together(plan), expected="files that stay as they are", got="a change", remedy=remedy)
+        raise DataError(_together(plan), expected="files that do not change", got="a change", remedy=remedy)
     counts = {name: int(number) for name, number in zip(KINDS, np.bincount(kinds, minlength=len(KINDS)), strict=True)}
     skipped = {name: counts[name] for name in _LEFT_OUT if counts[name]}
     if len(kinds) == sum(skipped.values()):
@@ -411,12 +355,12 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
 
 
 def _together(plan: ToPrepare) -> str:
-    """Return what messages call all sources: `data` of data.0 and data.1, the key of a single one."""
+    """Return the name of all sources in messages: `data` for data.0 and data.1, the key of a single one."""
     return plan.keys[0] if len(plan.keys) == 1 else plan.keys[0].rpartition(".")[0]
 
 
 def _found(path: Path) -> tuple[str, int, int, int]:
-    """Return what tells whether a file is another than it was: of one that is not there, whoever reads it says so."""
+    """Return the fingerprint of a file; reading reports a missing file."""
     try:
         status = path.stat()
     except OSError:

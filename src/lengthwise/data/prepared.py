@@ -1,4 +1,4 @@
-"""What a folder of prepared data says of itself: `lengthwise.json`, and the files that `datasets` reads beside it."""
+"""The description of a prepared folder: `lengthwise.json`, and the files that `datasets` reads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedTokenizer:
-    """What made tokens of texts; `template` is the digest of the chat template."""
+    """The tokenizer of prepared rows. template: the digest of its chat template."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -38,12 +38,11 @@ class UsedTokenizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A prepared folder. `fingerprint`: of sources, settings and tokenizer. `data`: the digest of all rows (`digests`).
+    """A prepared folder. fingerprint: of sources, settings and tokenizer. data: the digest of all rows (`digests`).
 
-    `tables`: the digest of lengths, tokens with a loss, what they weigh, and the rows' digests. `encoding`: the version
-    of how texts become ids and labels here, beside the tokenizer. `kinds`: rows of each kind. `tokenizer`: None where
-    no row is text. `largest_id` is in row `largest_id_row`. `origins`: the first row of each listing, and its label.
-    `files`: the bytes of each Arrow file.
+    tables: the digest of lengths, loss tokens, loss weights and row digests. encoding: the version of our code that
+    turns texts into ids and labels. kinds: rows of each kind. tokenizer: None if no row is text. largest_id_row: the
+    row of `largest_id`. origins: first row and label of each listing. files: bytes of each Arrow file.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -67,24 +66,23 @@ class Prepared:
     files: Mapping[Annotated[str, Field(pattern=r"^rows-[0-9a-z_]+\.arrow$")], _FromZero]
 
     def to_json(self) -> str:
-        """Return the text of its file, with the digest of its own values."""
+        """Return the text of its file, with a digest of the values."""
         return signed(asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """How far a preparation is: files of all, of which some were there from an earlier try."""
+    """Share of the sources that is prepared, from 0 to 1. found: the share that an earlier try prepared."""
 
-    files_done: int
-    files_found: int
-    num_files: int
+    done: float
+    found: float
 
 
 _READER = TypeAdapter(Prepared)
 
 
 def signed(values: Mapping[str, object]) -> str:
-    """Return the text of these values with their digest, which a change would not fit."""
+    """Return these values as JSON text, with their digest."""
     rest = {key: value for key, value in values.items() if key != "sha256"}
     return json.dumps({**rest, "sha256": _digest_of(rest)}, indent=1) + "\n"
 
@@ -94,14 +92,14 @@ def _digest_of(values: Mapping[str, object]) -> str:
 
 
 def is_prepared(path: Path) -> bool:
-    """Return whether a path is a folder of prepared data, whole or not, of this version or an earlier one."""
+    """Return whether a path is prepared data, finished or not, of this version or an earlier one."""
     return any((path / name).is_file() for name in (NAME, _BEFORE)) or (
         path.name.endswith(UNFINISHED) and path.is_dir()
     )
 
 
 def prepared_with(path: Path) -> str | None:
-    """Return the name of the tokenizer that a folder was prepared with; None for ids, and for what is not prepared."""
+    """Return the name of the tokenizer of a prepared folder; None if it has ids alone, or is no prepared folder."""
     if not (path / NAME).is_file():
         return None
     made = read_prepared(path).tokenizer
@@ -109,9 +107,9 @@ def prepared_with(path: Path) -> str | None:
 
 
 def read_prepared(folder: Path) -> Prepared:
-    """Return what a folder of prepared data is, whose files are there and have their sizes.
+    """Return the description of a prepared folder, after a check of its files' sizes.
 
-    Raises DataError where it is not finished, of an earlier version or damaged.
+    Raises DataError if it is not finished, of an earlier version, or damaged.
     """
     path = folder / NAME
     if not path.is_file():
@@ -143,7 +141,7 @@ def read_prepared(folder: Path) -> Prepared:
 
 
 def write_description(folder: Path, made: Prepared, schema: Any, *, work: Path) -> None:
-    """Write what `datasets.load_from_disk` reads, and, last, what we do."""
+    """Write the files that `datasets.load_from_disk` reads; last, our own."""
     from datasets import DatasetInfo, Features
 
     DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder))
@@ -162,5 +160,5 @@ def write_description(folder: Path, made: Prepared, schema: Any, *, work: Path) 
 
 
 def refuse(path: Path, expected: str, got: str, remedy: str = AGAIN) -> DataError:
-    """Return the error for prepared data that cannot be used."""
+    """Return the error for unusable prepared data."""
     return DataError(str(path), expected=expected, got=got, remedy=remedy)

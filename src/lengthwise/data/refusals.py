@@ -1,4 +1,4 @@
-"""Errors of rows: with their line in the file; of many one of each kind, how often, and a count of others."""
+"""Errors of many rows: one of each kind with a count, and a count of further kinds."""
 
 from __future__ import annotations
 
@@ -10,19 +10,8 @@ _SHOWN = 20
 _LINE = re.compile(r":\d+$")  # of a row's place in its file
 
 
-def at_line(error: DataError, line: int) -> DataError:
-    """Return the error of a row that was counted from the start of a part, with the row's line in its file."""
-    where = where_at(error.where, line)
-    return DataError(where, expected=error.expected, got=error.got, remedy=error.remedy)
-
-
-def where_at(where: str, line: int) -> str:
-    """Return the place of a row with this line in place of that in its part."""
-    return f"{_LINE.sub('', where)}:{line}"
-
-
 class Refusals:
-    """Collect errors: one of each kind with how many there are, the first few kinds, and a count of all others."""
+    """Collects errors: the first of each kind with a count, up to 20 kinds, and a count of all others."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, ...], tuple[DataError, int]] = {}
@@ -32,7 +21,7 @@ class Refusals:
         return self._count
 
     def add(self, error: DataError, times: int = 1) -> None:
-        """Note an error that was met so many times."""
+        """Note an error that occurred `times` times."""
         self._count += times
         kind = (_LINE.sub("", error.where), error.expected, error.got)
         first, count = self._kept.get(kind, (error, 0))
@@ -40,7 +29,7 @@ class Refusals:
             self._kept[kind] = (first, count + times)
 
     def raise_all(self, key: str) -> None:
-        """Raise what was noted, if anything; `key` is the config path of the sources."""
+        """Raise the noted errors, if any. key: the config path of the sources."""
         problems = []
         for first, count in self._kept.values():
             got = first.got + (f" (and in {count - 1} more rows)" if count > 1 else "")

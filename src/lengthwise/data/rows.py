@@ -1,4 +1,4 @@
-"""One line of a JSON-lines file to a checked row, or to an error that names what is wrong with it."""
+"""One line of a JSON-lines file, or one row of a table, to a checked row or an error."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RawRow:
     """One document before tokenization: text, the bytes of a Python file, a chat, a prompt with its completion, or ids
     with labels of their own or none, and weights, float32, where some are neither 0 nor 1.
 
-    `empty` says in words what is empty about it, and is "" for a row with something in it.
+    empty: what is empty about the row, in words; "" if nothing is.
     """
 
     where: str
@@ -47,7 +47,7 @@ class RawRow:
 
 
 class RowParser:
-    """Parse lines; ids have to be below `vocab_size` (None: below 2^31)."""
+    """Parses rows; ids have to be below `vocab_size`, or below 2^31 if it is None."""
 
     def __init__(self, vocab_size: int | None) -> None:
         self._limit = _LARGEST_ID + 1 if vocab_size is None else vocab_size
@@ -235,7 +235,7 @@ def _chat_row(values: Mapping[str, Any], where: str) -> RawRow:
 
 
 def _says_nothing(name: str, value: object, values: dict[str, Any]) -> bool:
-    """Return whether such a column changes nothing: null, a number beside text (its class), or what is so anyway."""
+    """Return whether a column that looks like labels changes nothing: null, a class beside text, or the default."""
     if isinstance(value, list):
         n = len(value)
         anyway = {"attention_mask": [1] * n, "token_type_ids": [0] * n, "position_ids": [*range(n)]}

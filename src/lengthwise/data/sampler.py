@@ -32,14 +32,14 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 Position: TypeAlias = tuple[int, int] | tuple[int, int, str]
-"""An epoch, and a place in its order of all rows; of a stream also where reading begins (`data/stream.py`)."""
+"""An epoch, a place in its order of all rows, and for streams a mark to read from (`data/turns.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
     """The sequences of one step in ledger order; `step` from 1, `epoch` from 0, `ids` int64.
 
-    end: what the next step begins at; None where nobody needs it. digest: of all that the rows hold, if it is known.
+    end: where the next step begins, if rows come from feeds. digest: of the rows, if they come from feeds.
     """
 
     step: int
@@ -55,7 +55,7 @@ def epoch_order(ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
 
 
 def epoch_keys(ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-    """Return what `ids` are sorted by in one epoch, uint64: that of an id depends on no other id."""
+    """Return the sort keys of `ids` in an epoch, uint64; a key depends on its id alone."""
     base = _mix(_mix(np.array([seed & _MASK], dtype=np.uint64)) + np.uint64(epoch))
     return _mix(base + np.asarray(ids).astype(np.uint64))
 
@@ -68,7 +68,7 @@ def _mix(values: np.ndarray) -> np.ndarray:
 
 
 def no_loss(where: str, rows: str) -> DataError:
-    """Return the error for a step of these rows, none of whose tokens has a loss."""
+    """Return the error for a step of rows without any loss."""
     remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
     return DataError(
         where, expected="at least one token with a label in a global batch", got=f"none in {rows}", remedy=remedy
@@ -76,11 +76,11 @@ def no_loss(where: str, rows: str) -> DataError:
 
 
 class Batches:
-    """The steps of rows that are here, lazily: iterating sorts one epoch at a time and may be started over.
+    """The steps of stored rows, made lazily: iterating sorts one epoch at a time and may be started over.
 
     A step takes the next ids of the epoch's order: as many as `global_batch.sequences`, or as many whole sequences as
     fit `global_batch.tokens` and at least one. No step crosses an epoch, so the last of an epoch may be smaller.
-    known: what forecasts and limits are of; where `is_known`, that is all rows, and their lengths are known.
+    known: the rows that forecasts and limits use: all rows if `is_known`.
     """
 
     is_known = True
@@ -110,12 +110,12 @@ class Batches:
             epoch += 1
 
     def after(self, step: int, position: Position | None = None) -> Iterator[Batch]:
-        """Yield what follows the first `step` steps; `position` tells no more."""
+        """Yield the steps after the first `step`; `position` is not needed."""
         del position
         return islice(self, step, None)
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the ids of one epoch in their order: all that can be trained on, each as often as its source says."""
+        """Return the ids of an epoch in order, each as often as the weight of its source says."""
         if not self._is_weighted:
             return epoch_order(self._ids, seed=self._config.seed, epoch=epoch)
         rows = len(self._lengths)
@@ -124,7 +124,7 @@ class Batches:
 
     @property
     def most_copies(self) -> int:
-        """How often an epoch takes a row at most."""
+        """The most times that an epoch takes a row."""
         return max((math.ceil(weight) for _, weight in self._weights), default=1)
 
     @property
@@ -141,7 +141,7 @@ class Batches:
         return int(np.repeat(lengths[: asked.sequences], self.most_copies)[: asked.sequences].sum())
 
     def drawn_lengths(self, most: int) -> np.ndarray:
-        """Return the lengths of the first rows that the run draws, at most so many, in the order of their numbers."""
+        """Return the lengths of at most `most` rows that the run draws first, sorted by row."""
         drawn = chain.from_iterable(batch.ids for batch in self)
         return self._lengths[np.sort(list(islice(drawn, min(len(self._ids), most))))]
 
@@ -157,7 +157,7 @@ class Batches:
             raise no_loss(where, rows)
 
     def _taken(self, epoch: int, number: int) -> np.ndarray:
-        """Return what an epoch takes of a source: ids, and for each further time an id plus so many times all rows."""
+        """Return what an epoch takes of a source: ids; the n-th repetition of an id is the id plus n times all rows."""
         (first, weight), rows = self._weights[number], len(self._lengths)
         last = self._weights[number + 1][0] if number + 1 < len(self._weights) else rows
         ids = self._ids[np.searchsorted(self._ids, first) : np.searchsorted(self._ids, last)]
@@ -171,7 +171,7 @@ class Batches:
 
     @cached_property
     def num_steps(self) -> int:
-        """Count the steps of the whole run; with epochs of so many tokens a step, each epoch is ordered once."""
+        """Count the steps of the run. Cost: one sort an epoch if steps are by tokens."""
         steps, epochs = self._config.steps, self._config.epochs
         if steps is not None:
             return steps
@@ -182,7 +182,7 @@ class Batches:
         return sum(sum(1 for _ in self._cuts(self.order(epoch))) for epoch in range(epochs))
 
     def steps_of_zero(self, values: np.ndarray) -> tuple[Batch | None, int]:
-        """Find the steps whose sequences have but zeros in `values`, (ids,): the first, None if none, and how many."""
+        """Return the first step whose `values`, (rows,), are all zero (None if none), and the number of such steps."""
         found, number, done, epoch = None, 0, 0, 0
         most = np.iinfo(np.int64).max if self._config.steps is None else self._config.steps
         while done < most and (self._config.epochs is None or epoch < self._config.epochs):
@@ -199,7 +199,7 @@ class Batches:
         return found, number
 
     def _cuts(self, order: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Yield the places in `order` where each step starts and ends."""
+        """Yield the first and last place in `order` of every step."""
         sequences, tokens = self._config.global_batch.sequences, self._config.global_batch.tokens
         if sequences is not None:
             for first in range(0, len(order), sequences):

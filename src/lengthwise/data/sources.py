@@ -1,14 +1,12 @@
-"""Data sources to rows: JSON lines, tables, datasets, folders of text, the Python standard library.
+"""Data sources to files of rows: JSON lines, tables, datasets, folders of text, the Python standard library.
 
-Files are read in a fixed order, one row in memory at a time. Bad rows are reported and reading goes on, so that a user
-corrects them all at once. A listing may be cut into parts, which are read in any order by any process.
+A source is a list of `Listing`s, in a fixed order. Wrong files are reported together, so that a user corrects them at
+once.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
-import itertools
 import os
 import re
 import sysconfig
@@ -20,35 +18,27 @@ from io import BufferedReader, RawIOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from lengthwise.core.errors import DataError, OutputError
+from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
 from lengthwise.data.hub import hub_files
-from lengthwise.data.kinds import GZIP, HEAD, PACKED, check_head, check_lines
+from lengthwise.data.kinds import GZIP, HEAD, PACKED, check_head
 from lengthwise.data.prepared import is_prepared
-from lengthwise.data.rows import RawRow, RowParser, decode_utf8
 from lengthwise.data.tables import (
     ARROW_FILE,
     ARROW_STREAM,
     PARQUET,
     ZSTANDARD,
     is_saved_dataset,
-    read_table,
     saved_files,
-    table_cuts,
     unpacked,
 )
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-_NO_END = 1 << 63
-_BLOCK = 4 << 20
-PART_BYTES = 16 << 20  # of source files: what a process has in memory at a time
-# Not the library itself: its tests, and what is installed or compiled beside it.
+PART_BYTES = 16 << 20  # of tokens or source files
+# tests, and packages installed or compiled beside the library
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-
-# Rows of training data in a .json file: one of these among the first keys of an object, alone or first of an array.
-_ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|conversations|prompt|instruction)"\s*:')
 
 _ENDINGS_OF_ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # of files in a folder
 _BESIDE_ROWS = re.compile(r"(README|LICENSE)(\.\w+)?|dataset_infos?\.json", re.IGNORECASE)  # are no data, say hubs
@@ -58,11 +48,10 @@ Report = Callable[[DataError], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """Rows in order: a file of rows, or documents.
+    """A file of rows, or documents in order.
 
-    `names` are files below `root`, one row each; None where `root` is a file of rows. `part`: which of its rows: of a
-    file of lines those that begin in bytes [first, last), else rows [first, last); None: all. `shown`: what messages
-    call it; None: its path.
+    names: documents below `root`; None if `root` is a file of rows. part: the lines that begin in bytes [first, last)
+    of `root`; None if all.
     """
 
     root: Path
@@ -70,16 +59,29 @@ class Listing:
     names: tuple[str, ...] | None = None
     python: bool = False
     part: tuple[int, int] | None = None
-    shown: str | None = None
 
     @property
     def paths(self) -> list[Path]:
         """The files that are read."""
         return [self.root] if self.names is None else [self.root / name for name in self.names]
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the part does not begin at the start of its file."""
+        return self.part is not None and self.part[0] > 0
+
+    @property
+    def shown(self) -> str:
+        """What messages call the file or folder."""
+        return printable_name(self.root)
+
+    def shown_name(self, name: str) -> str:
+        """Return what messages call a document."""
+        return printable_name(self.root / name)
+
 
 def list_source(source: DataSource, report: Report) -> list[Listing]:
-    """Find the files of a source, sorted by their path inside it: one listing a file of rows, or one of documents."""
+    """Find the files of a source, sorted by path: one listing for each file of rows, or one of all documents."""
     if source.python_stdlib:
         root, label = Path(sysconfig.get_paths()["stdlib"]), "python_stdlib"
         names = [name for name in _walk(root, _STDLIB_LEFT_OUT, report) if name.endswith(".py")]
@@ -108,7 +110,7 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
 
 
 def raw_listings(source: DataSource, key: str, word: str, report: Report) -> list[Listing]:
-    """Find the files of a source whose rows are read while a run trains, by the key `word`; tokens are reported."""
+    """Find the files of a source that a run reads while it trains; report prepared data. word: the key that asks so."""
     if source.path is not None and is_prepared(source.path):
         remedy = f"Take `{word}` out: it has ids, which are read from the disk as they are needed."
         report(DataError(key, expected=f"raw rows, for `{word}`", got="prepared data", remedy=remedy))
@@ -136,39 +138,6 @@ def _list_saved(folder: Path, label: str, report: Report) -> list[Listing]:
         return []
 
 
-def read_rows(listing: Listing, vocab_size: int | None, report: Report) -> Iterator[RawRow | DataError]:
-    """Read the rows of a listing in order, an error in place of a bad one; files that are wrong are reported.
-
-    Ids have to be below `vocab_size`; None: below 2^31.
-    """
-    parser = RowParser(vocab_size)
-    if listing.names is None:
-        yield from _read_file(listing, parser, report)
-        return
-    for name in listing.names:
-        path = listing.root / name
-        where = printable_name(path)
-        try:
-            with open_source(path, rows=False) as file:
-                raw = file.read()
-            if name.endswith(".json") and _ROWS_OF_JSON.match(raw[:HEAD]):
-                got, remedy = "rows of JSON", "Name it as a source of its own, one object a line."
-                raise DataError(where, expected="text: each file of a folder is one document", got=got, remedy=remedy)
-        except DataError as error:
-            report(error)
-            continue
-        yield _document(raw, where, python=listing.python)
-
-
-def _document(raw: bytes, where: str, *, python: bool) -> RawRow | DataError:
-    empty = "" if raw else "an empty file"
-    try:
-        text = None if python else decode_utf8(raw, where=where)
-    except DataError as error:
-        return error
-    return RawRow(where=where, python=raw if python else None, text=text, empty=empty)
-
-
 def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     """Return paths of the regular files below `root`, with slashes; hidden ones and links are left out.
 
@@ -188,100 +157,26 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     return names
 
 
-def _read_file(listing: Listing, parser: RowParser, report: Report) -> Iterator[RawRow | DataError]:
-    """Read a file of rows, or a part of it: rows are counted from the first that is read."""
-    shown = listing.shown or printable_name(listing.root)
-    try:
-        with open_source(listing.root) as file:
-            if is_table(file):
-                rows = read_table(file, file.peek(HEAD)[:8], shown, listing.part)
-                for number, values in enumerate(rows, start=1):
-                    try:
-                        yield (
-                            values if isinstance(values, DataError) else parser.take(values, where=f"{shown}:{number}")
-                        )
-                    except DataError as error:
-                        yield error
-                return
-            if listing.part is None or not listing.part[0]:
-                check_lines(file, Path(shown))
-            yield from _read_lines(file, listing.part or (0, _NO_END), parser, shown, report)
-    except DataError as error:
-        report(error)
-
-
-def _read_lines(
-    file: BufferedReader, part: tuple[int, int], parser: RowParser, shown: str, report: Report
-) -> Iterator[RawRow | DataError]:
-    """Read the lines that begin in bytes [first, last) of a file."""
-    offset = part[0]
-    if offset:
-        file.seek(offset - 1)
-        offset += len(file.readline()) - 1  # the rest of a line that began before
-    number = 0
-    while offset < part[1] and (line := file.readline()):
-        number += 1
-        try:
-            last = not line.endswith(b"\n")
-            yield parser.parse(line, where=f"{shown}:{number}", offset=offset, last=last)
-        except DataError as error:
-            yield error
-        offset += len(line)
-    if offset == 0:
-        remedy = "Take it out of {data|`data`}, or fill it."
-        report(DataError(shown, expected="rows", got="an empty file", remedy=remedy))
-
-
 def is_table(file: BufferedReader) -> bool:
     """Return whether an open file is Parquet or Arrow."""
     return file.peek(HEAD).startswith((PARQUET, ARROW_FILE, ARROW_STREAM))
 
 
-def cut_listing(listing: Listing, most_bytes: int, folder: Path) -> list[Listing]:
-    """Cut a listing into parts of about so many bytes, which follow from its files alone.
-
-    A packed file is unpacked into `folder` first, unless it is there. Raises DataError, or OSError of that folder.
-    """
+def parts_of(listing: Listing, most_bytes: int) -> list[Listing]:
+    """Cut plain lines and documents into parts of about `most_bytes`; a table or packed file is one part."""
     if listing.names is not None:
         sizes = [path.stat().st_size for path in listing.paths]
         return [replace(listing, names=listing.names[first:last]) for first, last in _spans(sizes, most_bytes)]
     with open_source(listing.root) as rows, listing.root.open("rb") as file:
-        head, size = file.read(HEAD), os.fstat(file.fileno()).st_size
-        if head.startswith(PACKED):
-            plain = folder / f"{hashlib.sha256(os.fsencode(listing.root)).hexdigest()[:32]}.jsonl"
-            if not plain.exists():
-                _unpack(rows, plain)
-            return cut_listing(replace(listing, root=plain, shown=printable_name(listing.root)), most_bytes, folder)
-        if is_table(rows):
-            cuts = table_cuts(rows, head[:8], most_bytes)
-            return [replace(listing, part=part) for part in itertools.pairwise(cuts)] if len(cuts) > 2 else [listing]
+        if is_table(rows) or file.read(4).startswith(PACKED):
+            return [listing]
+        size = os.fstat(file.fileno()).st_size
     firsts = range(0, max(1, size), most_bytes)
     return [replace(listing, part=(first, first + most_bytes)) for first in firsts]
 
 
-def parts_of(listing: Listing, part_bytes: int) -> list[Listing]:
-    """Cut plain lines and documents; a table, and what is packed, is one part."""
-    if listing.names is None:
-        with open_source(listing.root) as rows, listing.root.open("rb") as file:
-            if is_table(rows) or file.read(4).startswith(PACKED):
-                return [listing]
-    return cut_listing(listing, part_bytes, Path())
-
-
-def _unpack(rows: BufferedReader, plain: Path) -> None:
-    unfinished = plain.with_suffix(".tmp")
-    with unfinished.open("wb") as out:
-        while block := rows.read(_BLOCK):
-            try:
-                out.write(block)
-            except OSError as error:  # not of the file that is read
-                got, remedy = error.strerror or str(error), "Make room, or choose another folder."
-                raise OutputError(str(plain), expected="a file to unpack into", got=got, remedy=remedy) from None
-    unfinished.replace(plain)
-
-
 def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Cut a list of sizes into runs of about so many bytes."""
+    """Cut a list of sizes into runs of about `most` bytes."""
     first = held = 0
     for number, size in enumerate(sizes):
         held += size
@@ -292,9 +187,9 @@ def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
-    """Open a regular file to read it whole; DataError for what the system refuses, and for a change meanwhile.
+    """Open a regular file to read it whole; DataError if the system refuses, or if the file changes meanwhile.
 
-    `rows`: tables are taken too, and gzip and Zstandard are read as what is in them.
+    rows: allow tables, and unpack gzip and Zstandard.
     """
     shown = printable_name(path)
     try:
@@ -321,7 +216,7 @@ def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
     if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
         got = f"a change ({before.st_size} bytes before, {after.st_size} after)"
         remedy = "Let whatever writes it finish, then start again."
-        raise DataError(shown, expected="a file that stays as it is", got=got, remedy=remedy)
+        raise DataError(shown, expected="a file that does not change", got=got, remedy=remedy)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
@@ -330,5 +225,5 @@ def _unreadable(path: Path, error: OSError) -> DataError:
 
 
 def printable_name(name: str | Path) -> str:
-    """Return a name for messages, which are UTF-8; names of files need not be."""
+    """Return a file name as UTF-8, for messages."""
     return str(name).encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,7 +1,4 @@
-"""What a dataset is, in figures: lengths, tokens with a loss, copies, and one row with what of it is learned.
-
-Sequences that no plan on the cluster, or the model itself, can hold are refused by these before a process starts.
-"""
+"""Figures of a dataset: lengths, loss tokens, copies, and one row with its mask; and checks of its longest rows."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ _LOOKED_AT = 1 << 16  # rows among which one with labels of its own is looked fo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """Rows that are copies of an earlier one; the most copied row, and its first copy. None of them: rows -1."""
+    """Rows that copy an earlier one. original, first_copy: the most copied row and its first copy; -1 if none."""
 
     rows: int
     tokens: int
@@ -32,7 +29,7 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Figures of a dataset; `lengths` of the rows that are not left out. `longest`: row numbers, longest first."""
+    """Figures of a dataset. lengths: of rows with tokens. longest: row numbers, longest first."""
 
     lengths: np.ndarray
     num_tokens: int
@@ -45,7 +42,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stretch:
-    """Tokens of a row one after the other that all have a loss, or all have none."""
+    """Consecutive tokens of a row that all have a loss, or all have none."""
 
     ids: np.ndarray
     has_loss: bool
@@ -80,7 +77,7 @@ def masked_row(dataset: Dataset) -> int:
 
 
 def stretches(dataset: Dataset, row: int, most_tokens: int) -> list[Stretch]:
-    """Return the first tokens of a row, cut where those with a loss begin or end; the first token never has one."""
+    """Return the first tokens of a row, cut where a loss begins or ends; the first token never has one."""
     ids, labels = dataset.read(row, 0, most_tokens)
     learned = labels != NO_LOSS
     learned[:1] = False

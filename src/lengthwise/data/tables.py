@@ -1,7 +1,7 @@
 """Rows of columnar files, as plain values: Parquet, Arrow, and folders that `datasets.save_to_disk` wrote.
 
-pyarrow reads them; it comes in with the first such file. A batch of rows is in memory at a time. A table may be read in
-parts, from a row on: what is before it in its row group is read, too, and dropped.
+pyarrow is imported with the first table. One batch of rows is in memory at a time. A table may be read from a row on:
+rows before it in its row group are read and dropped.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
@@ -31,7 +31,7 @@ def is_saved_dataset(folder: Path) -> bool:
 def saved_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a saved dataset, in order.
 
-    Raises DataError for several splits in one, and for a list of files that cannot be read or leads elsewhere.
+    Raises DataError for several splits in one folder, and for a list of files that cannot be read or leads elsewhere.
     """
     where = str(folder)
     if not os.path.isfile(folder / _STATE):
@@ -50,33 +50,53 @@ def saved_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def read_table(
-    file: BufferedReader, head: bytes, where: str, part: tuple[int, int] | None = None
-) -> Iterator[dict[str, Any] | DataError]:
-    """Yield the rows of an open file in order, each a value a column; an error for one that is no text.
+def table_batches(file: BufferedReader, head: bytes, where: str, first: int = 0) -> Iterator[tuple[bytes, int, float]]:
+    """Yield (an Arrow stream of some rows, how many, how much of the file that is so far), from row `first` on.
 
-    `part`: rows [first, last), counted from the first of them.
-
-    Raises DataError for a file that is broken or ends early.
+    Raises DataError for a file that is broken or ends early, and for one of no rows.
     """
     import pyarrow as pa
 
-    count = 0
+    row = first
     try:
-        for batch in _batches(file, head, part):
-            for first in range(0, batch.num_rows, _BATCH):
-                rows = batch.slice(first, _BATCH)
-                yield from _rows(rows, where, count)
-                count += rows.num_rows
+        for batch, share in _batches(file, head, first):
+            for start in range(0, batch.num_rows, _BATCH):
+                rows = batch.slice(start, _BATCH)
+                row += rows.num_rows
+                yield _streamed(rows), rows.num_rows, share
     except (pa.ArrowException, OSError) as error:
-        got = f"{' '.join(str(error).split())[:200]}, after row {count}"
+        got = f"{' '.join(str(error).split())[:200]}, after row {row}"
         raise DataError(where, expected="a whole file", got=got, remedy="Write or copy it again.") from None
-    if not count and part is None:
+    if not row:
         raise DataError(where, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
 
 
+def _streamed(batch: Any) -> bytes:
+    import pyarrow as pa
+
+    found = pa.BufferOutputStream()
+    with pa.ipc.new_stream(found, batch.schema) as out:
+        out.write_batch(batch)
+    return found.getvalue().to_pybytes()
+
+
+def rows_of_table(content: bytes, where: str, first: int) -> Iterator[dict[str, Any] | DataError]:
+    """Yield the rows of an Arrow stream as values by column; an error for a row that is no UTF-8.
+
+    first: the number of the first of them in its file, from 1.
+    """
+    import pyarrow as pa
+
+    for batch in pa.ipc.open_stream(content):
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:  # one row is no text: which, the slow way
+            for row in range(batch.num_rows):
+                yield row_of(batch, row, f"{where}:{first + row}")
+
+
 def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
-    """Return all batches of an open table, mapped; those of Parquet from a temporary file that they are written to.
+    """Return all batches of an open table, mapped; Parquet is first copied to a temporary Arrow file.
 
     Raises DataError for a file that is broken or has no rows.
     """
@@ -86,7 +106,7 @@ def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
     head, found = file.peek(8)[:8], []
     try:
         if not head.startswith(PARQUET):
-            found = [batch for batch in _batches_from(file, head, 0)[1] if batch.num_rows]
+            found = [batch for batch, _ in _batches(file, head, 0)]
         else:
             table = parquet.ParquetFile(file)
             with tempfile.NamedTemporaryFile() as plain:  # what is mapped stays
@@ -105,7 +125,7 @@ def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
 
 
 def row_of(batch: Any, place: int, where: str) -> dict[str, Any] | DataError:
-    """Return a row of a batch, a value a column, or an error where one is no text; `where` is its place."""
+    """Return a row of a batch as values by column, or an error if it is no UTF-8. where: its place, for the error."""
     try:
         return batch.slice(place, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
@@ -113,34 +133,9 @@ def row_of(batch: Any, place: int, where: str) -> dict[str, Any] | DataError:
         return DataError(where, expected="UTF-8", got=got, remedy="Correct the row.")
 
 
-def table_cuts(file: BufferedReader, head: bytes, most_bytes: int) -> list[int]:
-    """Return the first rows of parts of about so many bytes, and the number of all rows; none where it is broken."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    try:
-        if head.startswith(PARQUET):
-            found = parquet.ParquetFile(file).metadata
-            groups = [found.row_group(number) for number in range(found.num_row_groups)]
-            chunks = [(group.num_rows, group.total_byte_size) for group in groups]
-        else:
-            chunks = [(batch.num_rows, batch.nbytes) for batch in _batches(file, head, None)]
-    except (pa.ArrowException, OSError):  # whoever reads it says what is wrong
-        return []
-    cuts, row, held = [0], 0, 0.0
-    for rows, size in chunks:
-        pieces = max(1, -(-size // most_bytes))
-        for piece in range(1, pieces + 1):
-            held += size / pieces
-            if held >= most_bytes:
-                cuts, held = [*cuts, row + rows * piece // pieces], 0.0
-        row += rows
-    return sorted({*cuts, row})
-
-
 @contextmanager
 def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
-    """Read an open file of Zstandard as what is in it; DataError where it is broken or cut."""
+    """Unpack an open file of Zstandard; DataError if it is broken or cut."""
     import pyarrow as pa
 
     try:
@@ -151,20 +146,20 @@ def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
         raise DataError(where, expected="a whole file of Zstandard", got=got, remedy="Copy it again.") from None
 
 
-def _batches(file: BufferedReader, head: bytes, part: tuple[int, int] | None) -> Iterator[Any]:
-    row, batches = _batches_from(file, head, part[0] if part else 0)
-    first, last = part or (0, 1 << 62)
-    for batch in batches:
-        begin, end = max(first - row, 0), min(last - row, batch.num_rows)
-        if begin < end:
-            yield batch.slice(begin, end - begin)
+def _batches(file: BufferedReader, head: bytes, first: int) -> Iterator[tuple[Any, float]]:
+    """Yield batches from row `first` on, and how much of the file that is."""
+    row, batches, share = _batches_from(file, head, first)
+    for number, batch in enumerate(batches, start=1):
+        begin = max(first - row, 0)
         row += batch.num_rows
-        if row >= last:
-            return
+        if begin < batch.num_rows:
+            yield batch.slice(begin), share(row, number)
 
 
-def _batches_from(file: BufferedReader, head: bytes, first: int) -> tuple[int, Iterator[Any]]:
-    """Return the batches from one at or before row `first` on, and the row that they begin with."""
+def _batches_from(file: BufferedReader, head: bytes, first: int) -> tuple[int, Iterator[Any], Callable[..., float]]:
+    """Return the row of the first batch, the batches from one at or before row `first` on, and a function of (row,
+    batch) that returns the share of the file up to there.
+    """
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -173,19 +168,12 @@ def _batches_from(file: BufferedReader, head: bytes, first: int) -> tuple[int, I
         while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows <= first:
             row += table.metadata.row_group(group).num_rows
             group += 1
-        return row, table.iter_batches(_BATCH, row_groups=range(group, table.num_row_groups))
+        groups = range(group, table.num_row_groups)  # one by one, so that batches begin where they do without `first`
+        batches = (batch for each in groups for batch in table.iter_batches(_BATCH, row_groups=[each]))
+        return row, batches, lambda row, _number: row / table.metadata.num_rows
     mapped = pa.memory_map(file.name)
     if head.startswith(ARROW_FILE):
         reader = pa.ipc.open_file(mapped)
-        return 0, (reader.get_batch(number) for number in range(reader.num_record_batches))
-    return 0, iter(pa.ipc.open_stream(mapped))
-
-
-def _rows(batch: Any, where: str, count: int) -> Iterator[dict[str, Any] | DataError]:
-    try:
-        yield from batch.to_pylist()
-        return
-    except UnicodeDecodeError:
-        pass  # one row is no text: which, the slow way
-    for row in range(batch.num_rows):
-        yield row_of(batch, row, f"{where}:{count + row + 1}")
+        number = reader.num_record_batches
+        return 0, map(reader.get_batch, range(number)), lambda _row, batch: batch / number
+    return 0, iter(pa.ipc.open_stream(mapped)), lambda _row, _number: mapped.tell() / mapped.size()

@@ -6,6 +6,7 @@ is not needed.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -96,11 +97,11 @@ class ByteTokenizer:
         return self.encode_python(text.encode("utf-8"))
 
     def encode_python(self, source: bytes) -> np.ndarray:
-        """Take the bytes as they are, whatever they mean."""
+        """Return the bytes."""
         return np.frombuffer(source, dtype=np.uint8).astype(np.int32)
 
     def encode_pair(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
-        """Put the bytes of both one after the other; those of the prompt have no loss."""
+        """Concatenate the bytes; those of the prompt have no loss."""
         first, second = self.encode(prompt), self.encode(completion)
         return np.concatenate([first, second]), np.concatenate([np.full_like(first, NO_LOSS), second])
 
@@ -110,14 +111,14 @@ class ByteTokenizer:
         raise ValueError(f"tokenizer bytes, {NO_TEMPLATE}")
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of bytes; what is no UTF-8 is escaped."""
+        """Return the text of bytes; bytes that are no UTF-8 are escaped."""
         return "".join(
             bytes(some).decode("utf-8", "backslashreplace") if is_known else _as_numbers(some)
             for is_known, some in groupby(ids.tolist(), key=lambda each: each < 256)
         )
 
     def digest(self) -> str:
-        """Return the digest of the name: there is one such tokenizer."""
+        """Return the digest of the name."""
         return _digest(self.name)
 
     def template_digest(self) -> str:
@@ -140,7 +141,7 @@ class HuggingFaceTokenizer:
     eos_id: int | None
     tokenizer: Any
     noted: set[str] = field(default_factory=set, compare=False, repr=False)
-    """What templates leave out that was warned of."""
+    """Omissions of templates that were warned of."""
 
     def encode(self, text: str) -> np.ndarray:
         """Encode with the tokenizer's special tokens, EOS last.
@@ -248,6 +249,12 @@ def load_tokenizer(name: str) -> Tokenizer:
     if not vocab:
         raise _refuse(f"a tokenizer at {name}", "an empty vocabulary")
     return HuggingFaceTokenizer(name=name, eos_id=loaded.eos_token_id, tokenizer=loaded)
+
+
+@functools.cache
+def tokenizer_of_process(name: str) -> Tokenizer:
+    """Load a tokenizer once a process."""
+    return load_tokenizer(name)
 
 
 def _as_numbers(ids: Iterable[int]) -> str:

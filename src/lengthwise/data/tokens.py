@@ -1,35 +1,41 @@
-"""Rows to rows of tokens: tokenized, cut off from what their source leaves out, and counted.
+"""Rows to rows of tokens: tokenized, checked against the settings of their source, and counted.
 
-Everything that reads data makes its rows here, whether they stay in memory, are written to a folder, or are sent.
+Everything that reads data makes its rows here, to keep them in memory, to write them to a folder, or to feed them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.blocks import BLOCK_BYTES, Block, Blocks, together
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, Held, sum_of_weights, too_long
-from lengthwise.data.rows import RawRow
-from lengthwise.data.sources import Listing, read_rows
+from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
+from lengthwise.data.rows import RawRow, RowParser
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-BAD, EMPTY, REFUSED = "bad", "empty", "refused"
+BAD, EMPTY, REFUSED, END = "bad", "empty", "refused", "end"
+
+Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
+"""Calls a function with every task, perhaps in other processes, and yields the results in order, as `map` does."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class TokenRow:
-    """A row as it is trained on, or why it is not.
+    """A row of tokens, or the reason why it has none.
 
-    `kind`: ids, text, pair or chat; of a row without tokens `empty`, `bad` or TOO_LONG where its source leaves such
-    rows out, REFUSED where the row stops the run. `error`: what is wrong with it. `labels` None: they are the tokens,
-    `weights` None: 1 where there is a loss. `is_row` False: the error is of the file.
+    kind: ids, text, pair or chat; EMPTY, BAD or TOO_LONG if its source leaves it out; REFUSED if it stops the run.
+    error: of a bad row. labels: None if they are the tokens. weights: None if all are 0 or 1. is_row: False for an
+    error of a file, and for the END of an epoch. name: its place. digest: of ids, labels and weights. mark: of its
+    block, for the last row there.
     """
 
     kind: str
@@ -38,93 +44,122 @@ class TokenRow:
     weights: np.ndarray | None = None
     error: DataError | None = None
     is_row: bool = True
+    is_document: bool = False
+    name: str = ""
+    digest: bytes = bytes(ROW_DIGEST_BYTES)
+    source: int = 0
+    origin: int = 0
+    share: float = 1.0
+    mark: Any = None
 
     @property
     def held(self) -> Held:
-        """What is kept of a row with tokens."""
+        """Ids, labels and weights of a row with tokens."""
         assert self.tokens is not None, self
         return self.tokens, self.labels, self.weights
 
     @property
     def losses(self) -> tuple[int, float]:
-        """How many tokens of a row with tokens have a loss, and what these weigh together."""
+        """Loss tokens of a row with tokens, and the sum of their weights."""
         ids, labels, weights = self.held
         losses = len(ids) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
         return losses, float(losses) if weights is None else sum_of_weights(weights)
 
 
-def token_rows(
-    listing: Listing,
-    source: DataSource,
-    key: str,
-    *,
-    tokenizer: Callable[[], Tokenizer],
-    vocab_size: int | None,
-) -> Iterator[TokenRow]:
-    """Read the rows of a listing and tokenize them, in order; one for each row, and one for each error of a file.
+def _placed(row: TokenRow, block: Block, name: str) -> TokenRow:
+    row.source, row.origin, row.share, row.name = block.source, block.origin, block.share, name
+    row.is_document, row.mark = block.name is not None, None if row.is_row else block.mark
+    return row
 
-    `tokenizer` is called for every text.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenizing:
+    """How rows become tokens. keys: config paths of the sources. tokenizer: called for every text.
+
+    vocab_size: the model's; if None, ids are not checked.
     """
-    of_files = list[DataError]()
-    for row in read_rows(listing, vocab_size, of_files.append):
-        yield token_row(row, source, key, tokenizer=tokenizer, vocab_size=vocab_size)
-    for error in of_files:
-        yield TokenRow(kind=REFUSED, error=error, is_row=False)
 
+    sources: Sequence[DataSource]
+    keys: Sequence[str]
+    tokenizer: Callable[[], Tokenizer]
+    vocab_size: int | None
 
-def token_row(
-    row: RawRow | DataError,
-    source: DataSource,
-    key: str,
-    *,
-    tokenizer: Callable[[], Tokenizer],
-    vocab_size: int | None,
-) -> TokenRow:
-    """Tokenize a row of a source, whose config path is `key`."""
-    try:
-        if isinstance(row, DataError):
-            raise row
-        has_ids = row.ids is not None or row.empty
-        tokens, labels = (row.ids, row.labels) if has_ids else _encode(row, tokenizer, vocab_size)
-    except DataError as error:
-        return TokenRow(kind=BAD if source.bad_rows == "skip" else REFUSED, error=error)
-    if tokens is None or not len(tokens):
-        if source.empty == "skip":
-            return TokenRow(kind=EMPTY)
-        got = row.empty or "text without a single token"
-        remedy = f"Take it out, or {{skip_empty|set {key}.empty: skip}} to leave such rows out."
-        error = DataError(row.where, expected="a row with tokens", got=got, remedy=remedy)
-        return TokenRow(kind=REFUSED, error=error)
-    if source.max_tokens is not None and len(tokens) > source.max_tokens:
-        error = too_long(row.where, len(tokens), source.max_tokens, key)
-        return TokenRow(kind=TOO_LONG if source.too_long == "skip" else REFUSED, error=error)
-    kind = "ids" if row.ids is not None else "chat" if row.chat is not None else "pair" if row.pair else "text"
-    labels = None if labels is None or np.array_equal(labels, tokens) else labels
-    return TokenRow(kind=kind, tokens=tokens, labels=labels, weights=row.weights)
+    def run(
+        self,
+        run: Runner,
+        blocks: Iterator[Block],
+        pack: Callable[[list[TokenRow]], Any] = list,
+        task_bytes: int = BLOCK_BYTES,
+    ) -> Generator[Any]:
+        """Tokenize blocks in order, by a runner, some a task; yield what `pack` makes of the rows of every task."""
+        yield from run(partial(self._packed, pack), together(blocks, task_bytes))
 
+    def _packed(self, pack: Callable[[list[TokenRow]], Any], blocks: Blocks) -> Any:
+        rows = [row for block in blocks for row in self.rows(block)]
+        for row in rows:
+            if row.tokens is not None:
+                row.digest = row_digest(*row.held)
+        return pack(rows)
 
-def _encode(
-    row: RawRow, tokenizer: Callable[[], Tokenizer], vocab_size: int | None
-) -> tuple[np.ndarray, np.ndarray | None]:
-    loaded, labels = tokenizer(), None
-    try:
-        if row.python is not None:
-            tokens = loaded.encode_python(row.python)
-        elif row.chat is not None:
-            tokens, labels = loaded.encode_chat(row.chat)
-        elif row.pair is not None:
-            tokens, labels = loaded.encode_pair(*row.pair)
-        else:
-            assert row.text is not None, row
-            tokens = loaded.encode(row.text)
-    except ValueError as error:  # a lone surrogate, which JSON can spell, or a Python file that lies about its encoding
-        remedy = "Correct the text."
-        if row.chat is not None:
-            remedy = "Set {tokenizer|`tokenizer`} to one with a chat template for such chats, or correct the row."
-        got = f"{error}"
-        raise DataError(row.where, expected="text that can be encoded", got=got, remedy=remedy) from None
-    if vocab_size is not None and len(tokens) and int(tokens.max()) >= vocab_size:
-        got = f"id {int(tokens.max())} from tokenizer {loaded.name}"
-        remedy = "Set {tokenizer|`tokenizer`} to the one this model was made with."
-        raise DataError(row.where, expected=f"ids below the model's {vocab_size}", got=got, remedy=remedy)
-    return tokens, labels
+    def rows(self, block: Block) -> Iterator[TokenRow]:
+        """Yield the rows of a block in order, without digests."""
+        if block.kind in ("error", "end"):
+            kind, error = (REFUSED, block.content) if block.kind == "error" else (END, None)
+            found = TokenRow(kind=kind, error=error, is_row=False)
+            yield _placed(found, block, block.shown)
+            return
+        source, key, found = self.sources[block.source], self.keys[block.source], None
+        for number, row in enumerate(block.rows(RowParser(self.vocab_size)), start=block.first):
+            if found is not None:
+                yield found
+            name = f"{block.label}:{number}" if block.name is None else block.name
+            found = _placed(self._row(row, source, key), block, name)
+        if found is not None:
+            found.mark = block.mark
+            yield found
+
+    def _row(self, row: RawRow | DataError, source: DataSource, key: str) -> TokenRow:
+        try:
+            if isinstance(row, DataError):
+                raise row
+            has_ids = row.ids is not None or row.empty
+            tokens, labels = (row.ids, row.labels) if has_ids else self._encode(row)
+        except DataError as error:
+            return TokenRow(kind=BAD if source.bad_rows == "skip" else REFUSED, error=error)
+        if tokens is None or not len(tokens):
+            if source.empty == "skip":
+                return TokenRow(kind=EMPTY)
+            got = row.empty or "text without a single token"
+            remedy = f"Take it out, or {{skip_empty|set {key}.empty: skip}} to leave such rows out."
+            error = DataError(row.where, expected="a row with tokens", got=got, remedy=remedy)
+            return TokenRow(kind=REFUSED, error=error)
+        if source.max_tokens is not None and len(tokens) > source.max_tokens:
+            error = too_long(row.where, len(tokens), source.max_tokens, key)
+            return TokenRow(kind=TOO_LONG if source.too_long == "skip" else REFUSED, error=error)
+        kind = "ids" if row.ids is not None else "chat" if row.chat is not None else "pair" if row.pair else "text"
+        labels = None if labels is None or np.array_equal(labels, tokens) else labels
+        return TokenRow(kind=kind, tokens=tokens, labels=labels, weights=row.weights)
+
+    def _encode(self, row: RawRow) -> tuple[np.ndarray, np.ndarray | None]:
+        loaded, labels = self.tokenizer(), None
+        try:
+            if row.python is not None:
+                tokens = loaded.encode_python(row.python)
+            elif row.chat is not None:
+                tokens, labels = loaded.encode_chat(row.chat)
+            elif row.pair is not None:
+                tokens, labels = loaded.encode_pair(*row.pair)
+            else:
+                assert row.text is not None, row
+                tokens = loaded.encode(row.text)
+        except ValueError as error:  # a lone surrogate, which JSON can spell, or a Python file of another encoding
+            remedy = "Correct the text."
+            if row.chat is not None:
+                remedy = "Set {tokenizer|`tokenizer`} to one with a chat template for such chats, or correct the row."
+            got = f"{error}"
+            raise DataError(row.where, expected="text that can be encoded", got=got, remedy=remedy) from None
+        if self.vocab_size is not None and len(tokens) and int(tokens.max()) >= self.vocab_size:
+            got = f"id {int(tokens.max())} from tokenizer {loaded.name}"
+            remedy = "Set {tokenizer|`tokenizer`} to the one this model was made with."
+            raise DataError(row.where, expected=f"ids below the model's {self.vocab_size}", got=got, remedy=remedy)
+        return tokens, labels

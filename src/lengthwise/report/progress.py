@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from lengthwise.core.errors import printable
-from lengthwise.core.names import counted
 from lengthwise.report.figures import clock, percent, seconds
 
 if TYPE_CHECKING:
@@ -150,14 +149,12 @@ def progress_line(line: LiveLine) -> Callable[[Progress], None]:
     start = time.monotonic()
 
     def show(now: Progress) -> None:
-        share = now.files_done / max(1, now.num_files)
-        bar = "#" * round(_BAR * share)
-        text = f"[{bar:.<{_BAR}}] {percent(share)}, {now.files_done} of {counted(now.num_files, 'file')}"
-        if now.files_found:
-            text += f", {now.files_found} of an earlier try"
-        new = now.files_done - now.files_found
-        if new:
-            text += f", {seconds((time.monotonic() - start) * (now.num_files - now.files_done) / new)} left"
+        text = f"[{'#' * round(_BAR * now.done):.<{_BAR}}] {percent(now.done)}"
+        if now.found:
+            text += f", {percent(now.found)} of an earlier try"
+        if now.done > now.found:
+            left = (time.monotonic() - start) * (1 - now.done) / (now.done - now.found)
+            text += f", {seconds(left)} left"
         line.update(text)
 
     return show

@@ -1,8 +1,7 @@
-"""Shards of remote data as actors of Ray, one each: rank 0 makes them, and every rank asks them.
+"""Feeds of `remote` data as actors of Ray: rank 0 makes them, and every rank asks them.
 
-Where RAY_ADDRESS names a Ray that runs, actors are there; else rank 0 starts a local one, which ends with the run.
-Actors belong to rank 0. One that dies is started again by Ray, and what it was asked is asked again. Ray trusts its
-network: docs/data.md.
+If RAY_ADDRESS names a running Ray, actors start there; else rank 0 starts a local Ray, which ends with the run. Actors
+belong to rank 0. Ray starts a killed actor again, and repeats its requests. Ray trusts its network: docs/data.md.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lengthwise.comm import Transport, World, agree, broadcast_bytes, share_numbers
 from lengthwise.core.errors import LengthwiseError, RankError
 from lengthwise.core.names import counted
-from lengthwise.data.remote import RemoteDataset
-from lengthwise.data.shard import Shard, ShardSpec
+from lengthwise.data.fed import FedDataset
+from lengthwise.data.feed import Feed, FeedSpec
 
 _STORE_BYTES = 512 << 20  # of a local Ray: slices on their way
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a local Ray listens on loopback alone, on Linux as well
@@ -32,7 +31,7 @@ _RAY = "a Ray that answers, for `remote` data"
 
 @contextlib.contextmanager
 def serving(
-    dataset: RemoteDataset,
+    dataset: FedDataset,
     world: World,
     transport: Transport,
     *,
@@ -40,7 +39,7 @@ def serving(
     say: Callable[[str], None],
     ending: contextlib.ExitStack,
 ) -> Iterator[None]:
-    """Let actors serve `dataset` inside the block. Collective. Nothing is left to `ending`: Ray ends its own.
+    """Let actors feed `dataset` inside the block. Collective. `ending` is not needed: Ray ends its actors.
 
     Raises:
         LengthwiseError: Ray or an actor does not start, or files cannot be read.
@@ -56,7 +55,7 @@ def serving(
         error, message = None, {}
         if not transport.rank:
             try:
-                message = _begin(dataset, made, local=mine)
+                message = _begin(dataset, made, transport.world_size, local=mine)
             except Exception as raised:  # noqa: BLE001 - whatever it is, all ranks end with it
                 error = _no_ray(transport, raised)
         found = json.loads(broadcast_bytes(transport, json.dumps(message).encode() if not transport.rank else None))
@@ -64,11 +63,10 @@ def serving(
             raise error or _no_ray(transport, "none on rank 0")
         clients = _clients(dataset, found, transport, timeout_seconds)
         dataset.on_restart = say
-        dataset.attach(clients)
+        dataset.attach(clients, transport.rank)
         if transport.world_size > 1:
             agree(transport, dataset.digest(), "files of remote data")
-        actors, rows = counted(len(clients), "actor"), counted(dataset.num_rows, "row")
-        say(f"remote: {actors} for {rows}, Ray at {found['address']}")
+        say(f"remote: {counted(len(clients), 'actor')}, Ray at {found['address']}")
         yield
         transport.phase = "end, actors of remote data"
         if transport.rank and mine:
@@ -80,7 +78,7 @@ def serving(
 
 
 def _is_connected() -> bool:
-    """Whether this process uses Ray already; a rank imports it once it knows how to."""
+    """Whether this process uses Ray already."""
     ray = sys.modules.get("ray")
     return ray is not None and ray.is_initialized()
 
@@ -92,8 +90,8 @@ def _disconnect() -> None:
         ray.shutdown()
 
 
-def _begin(dataset: RemoteDataset, actors: list[Any], *, local: bool) -> dict[str, Any]:
-    """Connect to Ray, or start it, and make the actors, which end with their handles; return where they are found."""
+def _begin(dataset: FedDataset, actors: list[Any], ranks: int, *, local: bool) -> dict[str, Any]:
+    """Connect to Ray, or start it, and make the actors, which end with their handles; return how ranks find them."""
     name = f"lengthwise-{secrets.token_hex(8)}"
     if local:
         address = os.environ.get("RAY_ADDRESS")
@@ -105,7 +103,8 @@ def _begin(dataset: RemoteDataset, actors: list[Any], *, local: bool) -> dict[st
 
     for number, spec in enumerate(dataset.specs):
         options = {"name": f"{name}-{number}", "namespace": name, "max_restarts": -1, "max_task_retries": -1}
-        actors.append(ray.remote(num_cpus=1)(Shard).options(**options).remote(spec))
+        options["max_concurrency"] = 2 * ranks  # a rank that waits for rows keeps no other from slices
+        actors.append(ray.remote(num_cpus=1)(Feed).options(**options).remote(replace(spec, clients=ranks)))
     environment = {each: os.environ[each] for each in _OF_ALL_RANKS if each in os.environ}
     return {"address": ray.get_runtime_context().gcs_address, "name": name, "environment": environment}
 
@@ -137,7 +136,7 @@ def _sigterm_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)  # below Python Ray has set another
 
 
-def _clients(dataset: RemoteDataset, found: dict[str, Any], transport: Transport, seconds: float) -> list[_ActorClient]:
+def _clients(dataset: FedDataset, found: dict[str, Any], transport: Transport, seconds: float) -> list[_ActorClient]:
     if not _is_connected():
         os.environ.update(found["environment"])
     try:
@@ -160,12 +159,14 @@ def _no_ray(transport: Transport, error: object) -> RankError:
 
 @dataclass(frozen=True)
 class _ActorClient:
-    spec: ShardSpec
+    """`FeedClient` of an actor."""
+
+    spec: FeedSpec
     actor: Any
     transport: Transport
     timeout_seconds: float
 
-    def ask(self, method: str, *arguments: Any) -> Callable[[], Any]:
+    def __call__(self, method: str, *arguments: Any) -> Callable[[], Any]:
         reference = getattr(self.actor, method).remote(*arguments)
         return lambda: self._answer(reference)
 

@@ -1,9 +1,8 @@
-"""Large sources that were not prepared: prepared by the first process of a node that needs them, opened by all others.
+"""The cache of large sources: the first process of a node that needs one prepares it, all others open it.
 
-They are kept in `~/.cache/lengthwise`, or where LENGTHWISE_CACHE says, by their files (path, size, inode and time),
-settings and tokenizer, so that a run that starts again does not tokenize again; LENGTHWISE_CACHE=off reads all into
-memory, as is done with small ones anyway. One process prepares, with a worker for each core, while the others wait for
-as long as it makes progress.
+Entries are folders of `~/.cache/lengthwise`, or of LENGTHWISE_CACHE, named by files (path, size, inode, time), settings
+and tokenizer. Small sources, and all with LENGTHWISE_CACHE=off, are read into memory. One process prepares, with a
+worker a core; the others wait while it makes progress.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ VARIABLE = "LENGTHWISE_CACHE"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataCache:
-    """Where sources are kept.
+    """A folder of prepared sources.
 
-    `vocab_size`: the model's; None leaves ids unchecked. `timeout_seconds`: how long to wait for a process that does
-    not get on. `small_bytes`: of the files of a source, below which it is read into memory.
+    vocab_size: the model's; if None, ids are not checked. timeout_seconds: how long to wait for a process without
+    progress. small_bytes: sources with smaller files are not prepared.
     """
 
     folder: Path
@@ -41,10 +40,10 @@ class DataCache:
     small_bytes: int = 64 << 20
 
     def prepared(self, sources: Sequence[DataSource], key: str) -> tuple[DataSource, ...]:
-        """Return sources with the large ones prepared; `key` is their config path.
+        """Prepare large sources; return all sources with prepared folders in their place. key: their config path.
 
         Raises:
-            LengthwiseError: what cannot be read or prepared, of all sources together.
+            LengthwiseError: sources cannot be read or prepared, all problems together.
         """
         problems = Collector()
         found = [
@@ -57,7 +56,7 @@ class DataCache:
     def _source(self, source: DataSource, key: str) -> DataSource:
         if source.path is not None and is_prepared(source.path):
             return source
-        # A bad row that stops the run is found when the data is opened, whatever the model it was prepared for.
+        # Opening finds bad rows that stop the run, whatever the model.
         vocab_size = self.vocab_size if source.bad_rows == "skip" else None
         try:
             plan = to_prepare(
@@ -70,23 +69,22 @@ class DataCache:
             )
         except DataError:
             if source.dataset is not None:
-                raise  # to ask a hub that is not there once more takes as long again
-            return source  # whoever reads it says what is wrong
+                raise  # asking an absent hub again takes as long
+            return source  # reading it reports the problem
         if plan is None:
             return source
         folder, line = self.folder / plan.fingerprint()[:32], LiveLine(sys.stderr)
         begin = f"{key} is prepared once, into {folder} (another folder, or off: {VARIABLE})"
         try:
-            with worker_processes(usable_cores(), timeout_seconds=self.timeout_seconds) as run:
-                prepare_folder(
-                    plan,
-                    folder,
-                    run=run,
-                    overwrite=True,  # of one that is damaged
-                    wait_seconds=self.timeout_seconds,
-                    on_start=lambda: line.write(begin),
-                    on_progress=progress_line(line),
-                )
+            prepare_folder(
+                plan,
+                folder,
+                run=worker_processes(usable_cores(), timeout_seconds=self.timeout_seconds),
+                overwrite=True,  # if it is damaged
+                wait_seconds=self.timeout_seconds,
+                on_start=lambda: line.write(begin),
+                on_progress=progress_line(line),
+            )
         except OutputError as error:
             remedy = f"Make room, name another folder with {VARIABLE}, or set it to off: data is then read into memory."
             expected = "a folder for prepared data"
@@ -99,7 +97,7 @@ class DataCache:
 def data_cache(
     tokenizer_name: str, tokenizer: Callable[[], Tokenizer], vocab_size: int | None, timeout_seconds: float
 ) -> DataCache | None:
-    """Return where this user's data are kept; None: nowhere."""
+    """Return the cache of this user; None if it is off."""
     asked = os.environ.get(VARIABLE, "")
     if asked == "off":
         return None

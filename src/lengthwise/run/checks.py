@@ -31,10 +31,8 @@ from lengthwise.core.packages import check_remote
 from lengthwise.cost import Cost, shape_from_config
 from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
-from lengthwise.data.reader import StreamSpec
-from lengthwise.data.remote import RemoteDataset, longest_rows, shard_specs
-from lengthwise.data.served import ServedDataset, ServedSteps, Steps
-from lengthwise.data.stream import StreamDataset, first_rows
+from lengthwise.data.fed import FedDataset, FedSteps, Steps, divided, longest_rows, streamed
+from lengthwise.data.load import first_rows
 from lengthwise.engine.offloading import check_offload
 from lengthwise.engine.schedule import check_steps
 from lengthwise.engine.shortage import free_bytes
@@ -189,30 +187,28 @@ def _read_data(
         known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **asked))
     elif meanwhile:
         known = longest_rows(config.data)
-        served = attempt(lambda: _served_dataset(config, tokenizer, vocab_size))
+        served = attempt(lambda: _fed_dataset(config, tokenizer, vocab_size))
     else:
         known = attempt(partial(read, config.data, "data"))
     if served is not None:
-        steps = ServedSteps(dataset=served, known=known, config=config)
+        steps = FedSteps(dataset=served, known=known, config=config)
     elif known is not None and not meanwhile:
         steps = attempt(lambda: Batches(known, config))
     held_out = config.eval.data if config.eval else ()
     return steps, known, attempt(partial(read, held_out, "eval.data")) if held_out else None
 
 
-def _served_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> ServedDataset:
-    """Make the dataset of rows that are read during training; no row is read yet."""
-    of_tokenizer = {"tokenizer_name": config.tokenizer_name, "vocab_size": vocab_size}
+def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> FedDataset:
+    """Make the dataset of rows that are read while the run trains; nothing of them is read yet."""
     try:
         digest = tokenizer().digest() + tokenizer().template_digest()
     except ConfigError:  # reported at the first text
         digest = ""
+    of_tokenizer = {"tokenizer_name": config.tokenizer_name, "vocab_size": vocab_size, "tokenizer_digest": digest}
     if config.data[0].streaming:
-        spec = StreamSpec(sources=config.data, **of_tokenizer)
-        return StreamDataset(spec, tokenizer_digest=digest, seed=config.seed)
+        return streamed(config.data, seed=config.seed, **of_tokenizer)
     check_remote()
-    specs = shard_specs(config.data, **of_tokenizer, seed=config.seed)
-    return RemoteDataset(specs, tokenizer_digest=digest, seed=config.seed)
+    return divided(config.data, seed=config.seed, **of_tokenizer)
 
 
 def _facts_of(config: RunConfig, model: ModelSource, *, gpus: int) -> ModelFacts:

@@ -12,7 +12,7 @@ from lengthwise.core.shape import ModelShape
 from lengthwise.cost import Cost, StepMemory, hardware_of_gpu, shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import Batches, Dataset, Tokenizer
-from lengthwise.data.served import Steps
+from lengthwise.data.fed import Steps
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.schedule import warmup_steps
 from lengthwise.models import Computing, ModelSource, placeholders

@@ -13,11 +13,11 @@ from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.actors import serving
 from lengthwise.run.building import connect
 from lengthwise.run.callbacks import Callback, TrainResult, call_back
+from lengthwise.run.feeds import feeding
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.loop import train_steps
-from lengthwise.run.readers import reading
 from lengthwise.run.resume import shared_resume, torchrun_agent
 from lengthwise.run.setup import set_up
 from lengthwise.run.trackers import Trackers
@@ -70,7 +70,7 @@ def _serving_rows(
 ) -> Iterator[None]:
     """Start the readers of streamed or remote data for the block, if the run has such data. Collective.
 
-    ending: as in `reading`.
+    ending: as for `feeding`.
     """
     key: Any = job.config.data[0].comes_meanwhile
     if key is None:
@@ -83,4 +83,4 @@ def _serving_rows(
         say(f"rows left out so far: {dataset.left_out}")
 
 
-_SERVING = {"streaming": reading, "remote": serving}
+_SERVING = {"streaming": feeding, "remote": serving}

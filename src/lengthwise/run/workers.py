@@ -1,105 +1,158 @@
-"""Processes that prepare data: one a core, forked, which end with the process that started them.
+"""Processes that tokenize: results come in order, and the end of a process costs nothing. They end with their parent.
 
-One that has a task and does nothing for a time, as a stopped one or one whose disk does not answer, is an error. Linux
-says whether it does anything; elsewhere it is waited for.
+A process that makes no progress at its task for a time, because it is stopped or its disk does not answer, is an error.
+Linux shows progress; elsewhere the parent waits.
 """
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from lengthwise.core.errors import RankError
 from lengthwise.core.processes import end_with_parent, kill_workers, let_threads_end
-from lengthwise.data.prepare import Runner
+from lengthwise.data.tokens import Runner
 
-_AT_ONCE = 2  # tasks a process has at hand: one that it works on, and the next
+_AT_ONCE = 4  # tasks a process: running, next, or finished and waiting for an earlier one
 _STUCK_SECONDS, _LOOK_SECONDS = 120.0, 1.0
 _IDLE = -1
+_ENDS = 3  # of processes at one task, after which it is an error
 
-_at: Any = None  # in a worker: its process id and the number of its task, in memory that its parent sees
+_at: Any = None  # in a worker: process id and number of its task, in memory shared with its parent
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-@contextlib.contextmanager
-def worker_processes(number: int, *, timeout_seconds: float = _STUCK_SECONDS) -> Iterator[Runner]:
-    """Give what runs tasks in so many processes; one: in this one. An error of a task ends all of them.
+def worker_processes(
+    number: int, *, timeout_seconds: float = _STUCK_SECONDS, start: Literal["fork", "spawn"] = "fork"
+) -> Runner:
+    """Return a runner that computes tasks in `number` processes; 1 means in this process.
 
-    timeout_seconds: how long a process may do nothing at its task before it is named in a RankError.
+    timeout_seconds: a process without progress for so long is a RankError. start: `fork` needs a process of one thread.
+    An error of a task ends all processes.
     """
     if number == 1:
-        yield map
-        return
-    let_threads_end()
-    context = multiprocessing.get_context("fork")
-    places = [context.RawArray("q", [0, _IDLE]) for _ in range(number)]
-    free: Any = context.SimpleQueue()
-    for place in range(number):
-        free.put(place)
-    pool = ProcessPoolExecutor(number, mp_context=context, initializer=_start, initargs=(os.getpid(), places, free))
+        return map
 
-    def run(function: Callable[[Any], Any], tasks: Sequence[Any]) -> Iterable[Any]:
-        waiting, looks = iter(enumerate(tasks)), _Looks(places, timeout_seconds)
-        futures = {pool.submit(_do, function, *task) for task in islice(waiting, _AT_ONCE * number)}
-        while futures:
-            finished, _ = wait(futures, timeout=_LOOK_SECONDS, return_when=FIRST_COMPLETED)
-            looks.refuse_stuck(tasks)
-            for done in finished:
-                futures.remove(done)
-                futures |= {pool.submit(_do, function, *task) for task in islice(waiting, 1)}
-                yield done.result()
+    def run(function: Callable[[Any], Any], tasks: Iterable[Any]) -> Iterator[Any]:
+        pool = _Pool(number, timeout_seconds, start)
+        waiting = deque[_Task]()
+        try:
+            for place, task in enumerate(tasks):
+                waiting.append(_Task(place, function, task))
+                pool.submit(waiting[-1], waiting)
+                while waiting and (len(waiting) >= _AT_ONCE * number or waiting[0].future.done()):
+                    yield pool.result(waiting)
+            while waiting:
+                yield pool.result(waiting)
+        finally:  # after Ctrl-C, too
+            pool.close()
 
-    try:
-        yield run
-    except BrokenProcessPool:
-        expected, got = "all processes that prepare data to live", "one that was killed, perhaps for its memory"
-        remedy = "Take fewer with {workers}; what is prepared stays, and the same command continues."
-        raise RankError("prepare", expected=expected, got=got, remedy=remedy) from None
-    finally:  # after Ctrl-C, too: a file takes minutes where data are large
-        kill_workers(pool)
-        pool.shutdown(wait=True, cancel_futures=True)
+    return run
 
 
-class _Looks:
-    """Looks at what processes do, from time to time; how long one did nothing is a sum of short times between looks, as
-    this process may have been stopped as well.
+class _Task:
+    future: Future[Any]
+
+    def __init__(self, place: int, function: Callable[[Any], Any], content: Any) -> None:
+        self.place, self.function, self.content, self.ends = place, function, content, 0
+
+
+class _Pool:
+    """Processes with their tasks. Time without progress is a sum of short times between looks, because this process may
+    have been stopped as well.
     """
 
-    def __init__(self, places: Sequence[Any], timeout_seconds: float) -> None:
-        self._places, self._timeout_seconds, self._last = places, timeout_seconds, time.monotonic()
-        self._seen, self._still = [""] * len(places), [0.0] * len(places)
+    def __init__(self, number: int, timeout_seconds: float, start: str) -> None:
+        self._number, self._timeout_seconds, self._context = number, timeout_seconds, multiprocessing.get_context(start)
+        self._last = time.monotonic()
+        self._begin()
 
-    def refuse_stuck(self, tasks: Sequence[Any]) -> None:
-        """Raise RankError for a process that has done nothing at its task for longer than the time-out."""
+    def _begin(self) -> None:
+        if self._context.get_start_method() == "fork":
+            let_threads_end()
+        self._places: Sequence[Any] = [self._context.RawArray("q", [0, _IDLE]) for _ in range(self._number)]
+        self._seen, self._still = [""] * self._number, [0.0] * self._number
+        free: Any = self._context.SimpleQueue()
+        for place in range(self._number):
+            free.put(place)
+        arguments = os.getpid(), self._places, free
+        self._pool = ProcessPoolExecutor(self._number, mp_context=self._context, initializer=_start, initargs=arguments)
+
+    def submit(self, task: _Task, waiting: Iterable[_Task]) -> None:
+        """Begin a task."""
+        try:
+            task.future = self._pool.submit(_do, task.function, task.place, task.content)
+        except BrokenProcessPool:
+            self._begin_again(waiting)
+
+    def result(self, waiting: deque[_Task]) -> Any:
+        """Remove the first task, and return its result."""
+        first = waiting[0]
+        while True:
+            try:
+                found = first.future.result(_LOOK_SECONDS)
+                waiting.popleft()
+                return found
+            except TimeoutError:
+                if first.future.done():
+                    raise  # of the task
+                self._refuse_stuck(waiting)
+            except BrokenProcessPool:
+                first.ends += 1
+                if first.ends == _ENDS:
+                    expected, got = (
+                        f"processes that live while {first.content}",
+                        f"the end of {_ENDS}, perhaps for memory",
+                    )
+                    remedy = "Take fewer with {workers}, or take the rows out; what is prepared stays."
+                    raise RankError("tokenizing", expected=expected, got=got, remedy=remedy) from None
+                self._begin_again(waiting)
+
+    def _begin_again(self, waiting: Iterable[_Task]) -> None:
+        """Start processes again for all tasks without a result; the end of one process has ended the pool."""
+        self.close()
+        self._begin()
+        for task in waiting:
+            is_done = hasattr(task, "future") and task.future.done() and task.future.exception() is None
+            if not is_done:
+                task.future = self._pool.submit(_do, task.function, task.place, task.content)
+
+    def _refuse_stuck(self, waiting: Iterable[_Task]) -> None:
+        """Raise RankError for a process without progress at its task for longer than the time-out."""
         now = time.monotonic()
         spent, self._last = min(now - self._last, 2 * _LOOK_SECONDS), now
-        for place, (process, task) in enumerate(self._places):
-            doing = "" if task == _IDLE else f"{task} {_activity(process)}"
-            self._still[place] = self._still[place] + spent if doing and doing == self._seen[place] else 0.0
-            self._seen[place] = doing
-            if self._still[place] > self._timeout_seconds:
-                expected = f"progress of process {process} in {self._timeout_seconds:g} s, which is {tasks[task]}"
+        for number, (process, place) in enumerate(self._places):
+            doing = "" if place == _IDLE else f"{place} {_activity(process)}"
+            self._still[number] = self._still[number] + spent if doing and doing == self._seen[number] else 0.0
+            self._seen[number] = doing
+            if self._still[number] > self._timeout_seconds:
+                task = next((task.content for task in waiting if task.place == place), "ending")
+                expected = f"progress of process {process} in {self._timeout_seconds:g} s, which is {task}"
                 remedy = (
                     "Check whether it is stopped and its disk answers; the same command continues with what is there."
                 )
-                raise RankError("prepare", expected=expected, got="none", remedy=remedy)
+                raise RankError("tokenizing", expected=expected, got="none", remedy=remedy)
+
+    def close(self) -> None:
+        """Kill all processes."""
+        kill_workers(self._pool)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _activity(process: int) -> str:
-    """Return what differs whenever a process has done anything: times and page faults; always, where none are shown."""
+    """Return times and page faults of a process, which change with its progress."""
     try:
         return Path(f"/proc/{process}/stat").read_text()
     except OSError:

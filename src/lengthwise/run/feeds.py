@@ -1,0 +1,221 @@
+"""The feed of a stream in a process of every node, and how ranks ask it.
+
+The first rank of a node starts the process, and starts it again if it ends; other ranks find its socket by a name that
+rank 0 draws. A rank repeats a request that the end of the process interrupts. All nodes read the same stream: ranks
+agree on its files, and on the digest of the rows of every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import secrets
+import shutil
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from multiprocessing.connection import Client
+from pathlib import Path
+from typing import Any
+
+from lengthwise.comm import Transport, World, agree, broadcast_bytes, share_numbers
+from lengthwise.core.errors import LengthwiseError, RankError, TransferError
+from lengthwise.core.names import counted
+from lengthwise.core.processes import ending_signals_blocked, start_module
+from lengthwise.data.fed import FedDataset
+from lengthwise.data.feed import FeedSpec
+from lengthwise.run.workers import usable_cores
+
+_START_SECONDS = 60.0  # more for the first answer of a process: it imports, and looks for files
+_MOST_PATH_BYTES = 100  # of a socket: 107 on Linux, 103 on macOS
+_SOON_SECONDS, _ENDS = 20.0, 3  # a process that ends so soon, so often in a row, is not started again
+_MOST_PROCESSES = 16  # that tokenize: 20 to 50 MB/s of text, more than steps take
+_GONE = "See what it printed, and whether the machine ran out of memory; then go on from the newest checkpoint."
+
+
+def tokenizing_processes(ranks: int, cores: int) -> int:
+    """Return the number of tokenizing processes of a node: half of its free cores; 1 means the feed itself."""
+    return max(1, min((cores - ranks - 1) // 2, _MOST_PROCESSES))
+
+
+@contextlib.contextmanager
+def feeding(
+    dataset: FedDataset,
+    world: World,
+    transport: Transport,
+    *,
+    timeout_seconds: float,
+    say: Callable[[str], None],
+    ending: contextlib.ExitStack,
+) -> Iterator[None]:
+    """Let a process of each node feed `dataset` inside the block. Collective.
+
+    ending: ends the process. A rank with an error should close it last: other ranks fail without the process, and the
+    launcher then gives this rank a few seconds to report its error.
+
+    Raises:
+        LengthwiseError: a process does not start, or the stream cannot be read.
+    """
+    transport.phase = "start, feed of the stream"
+    drawn = broadcast_bytes(transport, None if transport.rank else secrets.token_hex(8).encode()).decode()
+    first = world.rank - world.local_rank
+    ranks = [int(row[0]) for row in share_numbers(transport, [float(first)])].count(first)
+    processes, path = tokenizing_processes(ranks, usable_cores()), socket_path(f"lengthwise-rows-{drawn}-{first}")
+    where, started, error = f"rank {transport.rank}, {transport.phase}", None, None
+    if not world.local_rank:
+        try:
+            started = ending.enter_context(_Process(path, replace(dataset.specs[0], clients=ranks), processes))
+        except OSError as raised:
+            remedy = "See what it printed, and that TMPDIR is a folder of this machine."
+            error = RankError(where, expected="a process that reads the stream", got=f"{raised}", remedy=remedy)
+    if any(row[0] for row in share_numbers(transport, [float(error is not None)])):
+        remedy = "See the error of the rank that should have started it."
+        raise error or TransferError(where, expected="a feed on each node", got="none on one", remedy=remedy)
+    client = _Client(path, transport, timeout_seconds, started)
+    dataset.on_restart = say
+    try:
+        dataset.attach([client], world.local_rank)
+        if transport.world_size > 1:
+            agree(transport, dataset.digest(), "files of the stream")
+        say(f"streaming: rows are tokenized ahead, in {counted(processes, 'process')} of each node")
+        yield
+        transport.phase = "end, feed of the stream"
+        share_numbers(transport, [0.0])  # nobody of this node asks any more
+    except TransferError:
+        if started is not None and started.has_ended:  # other ranks met that first, and ended
+            raise client.gone() from None
+        raise
+
+
+def socket_path(name: str) -> Path:
+    """Return the socket of a node: in a folder of TMPDIR, or of /tmp if that path is too long."""
+    path = Path(tempfile.gettempdir(), name, "socket")
+    return path if len(os.fsencode(path)) <= _MOST_PATH_BYTES else Path("/tmp", name, "socket")  # noqa: S108 - 0700
+
+
+class _Process:
+    """A process that answers at a socket inside the block, and is started again if it ends.
+
+    The socket stays, so ranks that connect meanwhile wait for the next process. OSError if it cannot start.
+    """
+
+    def __init__(self, path: Path, spec: FeedSpec, processes: int) -> None:
+        self._path, self._spec, self._processes = path, pickle.dumps(spec), processes
+        self._turn, self._is_over = threading.Lock(), False
+        self.status: int | None = None  # of the last end
+
+    def __enter__(self) -> _Process:
+        self._path.parent.mkdir(mode=0o700)
+        try:
+            self._listening = socket.socket(socket.AF_UNIX)
+            self._listening.bind(str(self._path))
+            self._listening.listen(socket.SOMAXCONN)  # from now on ranks that connect wait for the process
+            self._begin()
+        except BaseException:
+            self._close()
+            raise
+        self._watching = threading.Thread(target=self._watch, name="feed's process", daemon=True)
+        self._watching.start()
+        return self
+
+    def _begin(self) -> None:
+        with ending_signals_blocked():
+            number, arguments = self._listening.fileno(), (f"{self._processes}", str(self._path.parent))
+            module, of_start = "lengthwise.run.feed_process", {"stdin": subprocess.PIPE, "pass_fds": [number]}
+            self._began, self._process = time.monotonic(), start_module(module, f"{number}", *arguments, **of_start)
+        assert self._process.stdin is not None, "a pipe was asked for; it stays open as long as this process lives"
+        with contextlib.suppress(BrokenPipeError):  # it has ended already
+            self._process.stdin.write(self._spec)
+            self._process.stdin.flush()
+
+    def _watch(self) -> None:
+        soon = 0
+        while True:
+            self.status = self._process.wait()
+            soon = soon + 1 if time.monotonic() - self._began < _SOON_SECONDS else 1
+            with self._turn:
+                if self._is_over:
+                    return
+                self._process.communicate()  # which closes its input
+                if soon == _ENDS:
+                    self._close()
+                    return
+                self._begin()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it is not started again."""
+        return self._is_over
+
+    def _close(self) -> None:
+        self._is_over = True
+        self._listening.close()
+        shutil.rmtree(self._path.parent, ignore_errors=True)
+
+    def __exit__(self, *_: object) -> None:
+        with self._turn:
+            self._process.kill()
+            self._close()
+        self._watching.join()
+        self._process.communicate()
+
+
+class _Client:
+    """`FeedClient` of the process of this node; every request has its connection and its thread."""
+
+    def __init__(self, path: Path, transport: Transport, timeout_seconds: float, process: _Process | None) -> None:
+        self._path, self._transport, self._seconds, self._process = path, transport, timeout_seconds, process
+
+    def __call__(self, method: str, *arguments: Any) -> Callable[[], Any]:
+        found: Future[Any] = Future()
+        threading.Thread(target=self._ask, args=(found, (method, arguments)), daemon=True).start()
+        return found.result
+
+    def _ask(self, found: Future[Any], request: tuple[str, tuple[Any, ...]]) -> None:
+        try:
+            answer = self._answer(request)
+        except BaseException as error:  # noqa: BLE001 - for the rank that waits
+            found.set_exception(error)
+        else:
+            found.set_result(answer)
+
+    def _answer(self, request: tuple[str, tuple[Any, ...]]) -> Any:
+        """Return the answer of the process; if it ends, of the next one."""
+        is_new = request[0] == "describe"
+        end = time.monotonic() + self._seconds + _START_SECONDS * is_new
+        while True:
+            try:
+                with Client(str(self._path), "AF_UNIX") as connection:
+                    connection.send(request)
+                    if not connection.poll(max(0.0, end - time.monotonic())):
+                        remedy = (
+                            "Check that the process runs and its disk or network answers, or raise {timeout_seconds}."
+                        )
+                        raise self._error(f"rows within {self._seconds:g} s", "none", remedy)
+                    answer = connection.recv()
+            except (FileNotFoundError, ConnectionRefusedError):
+                raise self.gone() from None
+            except (EOFError, OSError):
+                end, is_new = end + _START_SECONDS * (not is_new), True
+                continue
+            if isinstance(answer, LengthwiseError):
+                raise answer
+            return answer
+
+    def gone(self) -> LengthwiseError:
+        """Return the error for an ended process; the rank that started it knows how it ended."""
+        if self._process is None:  # the rank that started it knows why, or has an error of its own
+            return self._error("rows", "a closed connection: its process has ended", _GONE, kind=TransferError)
+        status = self._process.status or 0
+        how = f"signal {-status}" if status < 0 else f"status {status}"
+        return self._error("rows", f"its end by {how}, {_ENDS} times in a row", _GONE)
+
+    def _error(self, expected: str, got: str, remedy: str, kind: type[LengthwiseError] = RankError) -> LengthwiseError:
+        where = f"rank {self._transport.rank}, {self._transport.phase}, waiting for the feed of the stream"
+        return kind(where, expected=expected, got=got, remedy=remedy)

@@ -1,0 +1,347 @@
+"""Batches that feeds bring are those of the same rows read at once: in file order, in shuffled blocks, or as `remote`.
+
+Whatever is read ahead, lost or started again, and in however many processes rows are tokenized.
+"""
+
+import json
+import os
+import signal
+import time
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data.feeds import fed
+from data.stores import DOCUMENTS, FILES, load, prepare, save_words, weights_of, write_sources
+from data.test_data_masked import CHAT, WORDS, messages
+from data.test_data_tables import write
+from lengthwise.config import DataSource, GlobalBatch, build_config
+from lengthwise.core.errors import DataError, LengthwiseError
+from lengthwise.data import Batches, load_tokenizer
+from lengthwise.data.sampler import epoch_order
+from lengthwise.engine.batch import StepBatch
+from lengthwise.program import Segment
+from lengthwise.run.workers import worker_processes
+from properties import costly
+
+SKIPS = {"max_tokens": 90, "too_long": "skip", "empty": "skip", "bad_rows": "skip"}
+SIZES = st.one_of(
+    st.integers(1, 9).map(lambda number: GlobalBatch(sequences=number)),
+    st.sampled_from([1, 40, 200]).map(lambda number: GlobalBatch(tokens=number)),
+)
+ORDERS = [{"streaming": 1}, {"streaming": 16}, {"remote": 2}]
+
+
+def seen(batch):
+    """All that a step takes of a batch: its numbers, and each sequence's tokens, labels and weights."""
+    whole = [Segment(sequence=number, start=0, stop=length) for number, length in enumerate(batch.lengths)]
+    batch.read_ahead(whole)
+    ids, positions, labels = (each.tolist() for each in batch.tensors(whole))
+    data = batch.dataset
+    rows = [weights_of(data, row, 0, length) for row, length in zip(batch.ids, batch.lengths, strict=True)]
+    names = [(data.name(row), data.source_key(row)) for row in batch.ids]
+    return names, batch.lengths, batch.loss_tokens, batch.loss_weight, ids, positions, labels, rows
+
+
+def taken(dataset, size, steps, start=(0, 0)):
+    """Yield what steps take, and where the next one begins."""
+    dataset._check_losses = lambda ids: None
+    for each in islice(dataset.batches(size, start), steps):
+        yield seen(StepBatch(dataset, each.ids)), each.end
+
+
+def expected(sources, size, steps, how, *, seed=0, **of_rows):
+    """The same steps of rows read at once, cut plainly."""
+    dataset, found, epoch = load(*sources, **of_rows), [], 0
+    if "remote" in how:
+        config = SimpleNamespace(seed=seed, steps=steps, epochs=None, global_batch=size)
+        return [seen(StepBatch(dataset, each.ids)) for each in Batches(dataset, config)]
+    block = how["streaming"]
+    while len(found) < steps:
+        rows = []
+        for first in range(0, dataset.num_rows, block):
+            order = np.arange(first, min(first + block, dataset.num_rows))
+            order = epoch_order(order, seed=seed, epoch=epoch) if block > 1 else order
+            rows += [row for row in order.tolist() if dataset.lengths[row]]
+        while rows:
+            last = size.sequences or 1
+            if size.tokens:
+                while last < len(rows) and sum(dataset.lengths[rows[: last + 1]]) <= size.tokens:
+                    last += 1
+            found.append(seen(StepBatch(dataset, rows[:last])))
+            rows = rows[last:]
+        epoch += 1
+    return found[:steps]
+
+
+@given(
+    files=FILES,
+    documents=DOCUMENTS,
+    size=SIZES,
+    seed=st.integers(0, 9),
+    how=st.sampled_from([*ORDERS, {"streaming": 3}, {"streaming": 1000}, {"remote": 1}]),
+    ahead_bytes=st.sampled_from([0, 4000, 1 << 20]),
+    block_bytes=st.sampled_from([1, 200, 1 << 16]),
+    ends_after=st.sampled_from([None, 1, 5]),
+    done=st.integers(0, 8),
+    mark=st.sampled_from(["own", "none", "beyond", "of before"]),
+)
+@costly
+def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
+    tmp_path_factory, files, documents, size, seed, how, ahead_bytes, block_bytes, ends_after, done, mark
+):
+    sources = write_sources(tmp_path_factory.mktemp("rows"), [*files, [{"text": "a"}]], documents, **SKIPS)
+    wanted, ends = expected(sources, size, 12, how, seed=seed), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lengthwise.data.blocks.BLOCK_BYTES", block_bytes)
+        of_feed = {"seed": seed, "ahead_bytes": ahead_bytes, "ends_after": ends_after}
+        with fed(sources, how, ranks=3, **of_feed) as (datasets, _):
+            for batch, *same in zip(*(taken(each, size, 12) for each in datasets), strict=True):
+                assert batch[0] == wanted[len(ends)]
+                assert all(each == batch for each in same)
+                ends.append(batch[1])
+        with fed(sources, how, **of_feed) as ([dataset], _):
+            start = json.loads(json.dumps(ends[done]))
+            if mark != "own" and "streaming" in how:  # of a run that was no stream, of smaller blocks, or older
+                beyond = {"place": start[1] + 1, "mark": None}
+                start[2:] = {"none": [], "beyond": [json.dumps(beyond)], "of before": ["[0, [0, [0, 1, 0]]]"]}[mark]
+            rest = taken(dataset, size, 11 - done, start)
+            assert [found for found, _ in rest] == wanted[done + 1 :]
+
+
+@pytest.mark.parametrize("how", ORDERS)
+@pytest.mark.parametrize("kind", ["jsonl", "gzip", "zstd", "parquet", "arrow file", "arrow stream", "saved"])
+def test_files_of_every_kind_are_read(tmp_path, monkeypatch, kind, how):
+    rows = [{"input_ids": [*range(length)], "labels": [-100] + [7] * (length - 1)} for length in (5, 1, 9)]
+    sources = [DataSource(path=write(rows * 3, tmp_path / "rows", kind), max_tokens=9)]
+    size = GlobalBatch(sequences=4)
+    monkeypatch.setattr("lengthwise.data.blocks.BLOCK_BYTES", 100)
+    monkeypatch.setattr("lengthwise.data.tables._BATCH", 2)
+    with fed(sources, how) as ([dataset], _):
+        found = [*taken(dataset, size, 5)]
+        assert [each for each, _ in found] == expected(sources, size, 5, how)
+    with fed(sources, how) as ([dataset], _):
+        assert [*taken(dataset, size, 4, found[0][1])] == found[1:]
+
+
+@pytest.mark.parametrize("how", [{"streaming": 16}, {"remote": 2}])
+def test_batches_do_not_depend_on_the_number_of_processes_and_the_end_of_one_costs_nothing(tmp_path, monkeypatch, how):
+    sources, size = (
+        lines(tmp_path, [{"text": f"{row:03}" * (row % 3 + 1)} for row in range(90)]),
+        GlobalBatch(tokens=40),
+    )
+    wanted = expected(sources, size, 30, how)
+    monkeypatch.setattr("lengthwise.data.blocks.BLOCK_BYTES", 100)
+    monkeypatch.setattr("lengthwise.data.tokens.row_digest", in_one_worker(tmp_path / "killed"))
+    for number in (1, 3):
+        with fed(sources, how, run=worker_processes(number), ahead_bytes=2000) as ([dataset], _):
+            assert [found for found, _ in taken(dataset, size, 30)] == wanted
+    assert (tmp_path / "killed").exists()
+
+
+def in_one_worker(marker):
+    """Return `row_digest`, but the first other process that calls it is killed."""
+    from lengthwise.data.digests import row_digest
+
+    parent = os.getpid()
+
+    def killed(*row):
+        if os.getpid() != parent and not marker.exists():
+            marker.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return row_digest(*row)
+
+    return killed
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Rows of a dataset by name, as `datasets` finds it without a network, and the same file's path."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "kept"))
+    monkeypatch.setattr("lengthwise.data.hub.hub_answers", lambda address: False)
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "org/name"
+    folder.mkdir(parents=True)
+    rows = [{"input_ids": [number] * 3, "labels": [-100, number, number % 3]} for number in range(40)]
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("how", ["name", "url"])
+@pytest.mark.parametrize("block", [1, 16])
+def test_the_library_streams_what_the_file_has_also_after_a_resume(hub, monkeypatch, how, block):
+    monkeypatch.setattr("lengthwise.data.in_order._BLOCK_ROWS", 2)
+    monkeypatch.setattr("lengthwise.data.in_order._MARK_ROWS", 4)
+    asked = {"dataset": "org/name", "split": "train"} if how == "name" else {"path": f"file://{hub}", "streaming": True}
+    sources, size = [DataSource.model_validate({**asked, "max_tokens": 9})], GlobalBatch(sequences=3)
+    how_read = {"streaming": block}
+    wanted = [each[1:] for each in expected([DataSource(path=hub)], size, 20, how_read)]
+    with fed(sources, how_read) as ([dataset], _):
+        found = [*taken(dataset, size, 20)]
+        assert [each[1:] for each, _ in found] == wanted
+        shown = "org/name:train" if how == "name" else f"file://{hub}"
+        assert found[0][0][0][0][0].startswith(f"{shown}:")
+    for done in (6, 15):  # in the first epoch, and the second
+        with fed(sources, how_read, ends_after=3) as ([dataset], _):
+            again = taken(dataset, size, 19 - done, json.loads(json.dumps(found[done][1])))
+            assert [each[1:] for each, _ in again] == wanted[done + 1 :]
+
+
+def lines(folder, rows, **settings):
+    path = folder / "train.jsonl"
+    path.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return [DataSource(path=path, **{"max_tokens": 9, **settings})]
+
+
+@pytest.mark.parametrize(("place", "how"), [(0, {"streaming": 1}), (2000, {"streaming": 1}), (0, {"remote": 1})])
+def test_no_more_rows_are_held_than_those_of_some_steps_and_what_is_read_ahead(tmp_path, monkeypatch, place, how):
+    """place: of an epoch, which a run without a mark reads up to."""
+    monkeypatch.setattr("lengthwise.data.blocks.BLOCK_BYTES", 300)
+    sources, size = lines(tmp_path, [{"text": f"{row:09}"} for row in range(3000)]), GlobalBatch(sequences=4)
+    most = 40_000 + 600 * 4 * 8
+    with fed(sources, how, ranks=2, part_bytes=10**9, ahead_bytes=40_000) as (datasets, (client,)):
+        for _ in zip(*(taken(each, size, 400, (0, place)) for each in datasets), strict=True):
+            assert client.feed.held_bytes <= most
+            assert max(len(each.ids) for each in datasets) <= 4 * 8
+        deadline = time.monotonic() + 20
+        while client.feed.held_bytes < 40_000 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert client.feed.held_bytes >= 40_000
+
+
+@pytest.mark.parametrize("block", [1, 16])
+def test_a_place_that_the_rows_do_not_reach_any_more_is_the_begin_of_the_next_epoch(tmp_path, block):
+    sources, size = lines(tmp_path, [{"text": text} for text in ("ab", "cde", "f")]), GlobalBatch(sequences=2)
+    how = {"streaming": block}
+    with fed(sources, how) as ([dataset], _):
+        assert [found for found, _ in taken(dataset, size, 2, (0, 50))] == expected(sources, size, 4, how)[2:]
+
+
+@pytest.mark.parametrize("how", [{"streaming": 1}, {"remote": 2}])
+@pytest.mark.parametrize("size", [GlobalBatch(sequences=2), GlobalBatch(tokens=6)])
+@pytest.mark.parametrize(("bad", "said"), [("{\n", "broken JSON"), ({"text": "x" * 10}, "10 tokens"), ("\n", "blank")])
+def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, monkeypatch, size, how, bad, said):
+    monkeypatch.setattr("lengthwise.data.blocks.BLOCK_BYTES", 20)
+    good = [{"text": "abc"}] * 4
+    before = Batches(load(*lines(tmp_path, good * 2 + good[:1])), SimpleNamespace(seed=0)).order(0).tolist().index(4)
+    before, found = 4 if "streaming" in how else before, []
+    with fed(lines(tmp_path, [*good, bad, *good]), how, part_bytes=20) as ([dataset], _):
+        with pytest.raises(DataError, match=said) as caught:
+            found.extend(map(found.append, taken(dataset, size, 9)))
+        assert caught.value.where == f"{tmp_path}/train.jsonl:5"
+    assert len([each for each in found if each]) == before // 2
+
+
+def test_a_step_without_a_loss_is_refused(tmp_path):
+    rows = lines(tmp_path, [{"text": "a"}] * 3)
+    with fed(rows, {"remote": 2}) as ([dataset], _), pytest.raises(DataError, match="with a label"):
+        next(dataset.batches(GlobalBatch(sequences=2)))
+
+
+def test_chats_are_masked_and_weights_mean_the_same(tmp_path):
+    template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    words = sorted(WORDS, key=lambda word: word != "<unk>")
+    name = save_words(tmp_path / "tokenizer", words, template=template)
+    chats = [{"messages": messages(*CHAT[:number])} for number in (3, 5)]
+    weighed = [{"input_ids": [1, 2, 3], "weights": [0.0, 0.5, 2.0]}, {"text": "a b c"}]
+    sources, size = write_sources(tmp_path, [chats, weighed], max_tokens=99), GlobalBatch(sequences=3)
+    wanted = expected(sources, size, 4, {"remote": 1}, tokenizer=lambda: load_tokenizer(name), vocab_size=11)
+    with fed(sources, {"remote": 1}, tokenizer_name=name, vocab_size=11) as ([dataset], _):
+        found = [each for each, _ in taken(dataset, size, 4)]
+        assert found == wanted
+        assert any(-100 in each[6][:-1] for each in found)
+
+
+def test_a_feed_that_ends_is_named_once_whatever_is_answered_late_and_files_that_change_are_refused(tmp_path):
+    """Slices that were asked for before it are read after rows that the new start answered."""
+    sources, said = lines(tmp_path, [{"text": "abc"}] * 99), []
+    with fed(sources, {"remote": 1}, part_bytes=10**9) as ([dataset], (client,)):
+        dataset.on_restart = said.append
+        steps = dataset.batches(GlobalBatch(sequences=1))
+        row = int(next(steps).ids[0])
+        dataset.read_ahead([(row, 0, 3)])
+        for _ in range(2):
+            client.end()
+            next(steps)
+            dataset.read(row, 0, 3)
+            dataset.read_ahead([(row, 0, 3)])
+        assert said == ["data.0, actor 1 of 1 ended and was started again; it reads on from where it was"] * 2
+        lines(tmp_path, [{"text": "abd"}] * 99)
+        client.end()
+        dataset.read_ahead([(row, 0, 3)])
+        with pytest.raises(DataError, match="do not change"):
+            dataset.read(row, 0, 3)
+
+
+def test_a_file_that_breaks_off_and_a_stream_of_nothing_are_refused(tmp_path, hub):
+    import gzip
+
+    packed = tmp_path / "cut.jsonl.gz"
+    packed.write_bytes(gzip.compress(b'{"text": "abc"}\n' * 5000)[:-9])
+    hub.write_text('{"text": "a"}\n{"text"')
+    for source, said in (
+        ({"path": packed}, "a whole file of gzip"),
+        ({"path": f"file://{hub}"}, "train.jsonl:1: expected rows that can be read; got .*JSON"),
+        ({"path": lines(tmp_path, [{"text": "a" * 10}] * 3)[0].path, "too_long": "skip"}, "left out: 3 too long"),
+    ):
+        sources = [DataSource(**source, max_tokens=9, streaming=True)]
+        with pytest.raises(DataError, match=said), fed(sources, {"streaming": 1}) as ([dataset], _):
+            [*taken(dataset, GlobalBatch(sequences=100), 99)]
+
+
+def test_what_is_no_stream_is_refused_by_name(tmp_path, hub):
+    [source] = lines(tmp_path, [{"text": "abc"}])
+    prepare([source], tmp_path / "prepared")
+    for asked, said in (
+        ({"path": tmp_path / "prepared"}, "prepared data"),
+        ({"path": "https://x.org/rows.csv"}, "another ending"),
+        ({"dataset": "nobody/nothing", "split": "train"}, "nobody/nothing:train"),
+        ({"path": f"file://{tmp_path}/none.jsonl"}, "none.jsonl: expected a dataset that `datasets` can load"),
+    ):
+        sources = [DataSource(**asked, max_tokens=9, streaming=True)]
+        with pytest.raises(DataError, match=said), fed(sources, {"streaming": 1}):
+            pass
+    for content, said in (("", "empty file"), ("[1]", "JSON array")):
+        source.path.write_text(content)
+        with pytest.raises(DataError, match=said), fed([source], {"remote": 1}):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("data", "keys", "said"),
+    [
+        ({"max_tokens": None}, {}, "data.0.max_tokens: .*`streaming`"),
+        ({"weight": 2}, {}, "data.0.weight: expected no weight beside `streaming`"),
+        ({"remote": True}, {}, "data.0.streaming: .*got both"),
+        ({}, {"steps": None, "epochs": 1}, "epochs: expected `steps` beside `streaming`"),
+        ({}, {"eval": {"data": [{"path": "train.jsonl", "streaming": True}]}}, "eval.data.0.streaming"),
+        ({"streaming": 0}, {}, "data.0.streaming"),
+    ],
+)
+def test_settings_that_a_stream_cannot_have_are_refused(tmp_path, data, keys, said):
+    lines(tmp_path, [{"text": "abc"}])
+    source = {"path": "train.jsonl", "streaming": True, "max_tokens": 9, **data}
+    with pytest.raises(LengthwiseError, match=said):
+        build_config({"model": "tiny", "data": [source], "steps": 1, "output": "out", **keys}, tmp_path)
+
+
+def test_files_that_change_have_another_digest_and_so_have_their_steps(tmp_path):
+    digests, steps = set(), set()
+    for rows in (["abc", "d"], ["abd", "d"], ["abc", "d", "e"]):
+        for vocab_size in (256, 255):
+            sources = lines(tmp_path, [{"text": each} for each in rows])
+            with fed(sources, {"streaming": 1}, vocab_size=vocab_size) as ([dataset], _):
+                digests.add(dataset.digest())
+                steps.add(next(dataset.batches(GlobalBatch(sequences=2))).digest)
+    assert len(digests) == 6
+    assert len(steps) == 2  # the third has the rows of the first in its first step
