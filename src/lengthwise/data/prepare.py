@@ -281,7 +281,8 @@ def _write(
     while (noted := _noted(path := folder / f"rows-{len(paths):06d}.arrow")).is_file():
         mark, found = json.loads(noted.read_text(encoding="utf-8"))
         paths.append(path)
-    on_progress(Progress(done=found, found=found))
+    now = Progress(done=found, found=found)
+    on_progress(now)
     with contextlib.closing(
         plan.tokenizing.run(run, listed_blocks(plan.listings, mark), _packed, _TASK_BYTES)
     ) as tables:
