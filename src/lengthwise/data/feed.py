@@ -216,7 +216,8 @@ class Feed:
         if self._first is not None and self._first <= number:
             return
         self._first = self._next = self._wanted = number
-        self._rows.clear(), self._ahead.clear(), self._ends.clear()
+        for kept in (self._rows, self._ahead, self._ends):
+            kept.clear()
         self._ahead_bytes, self._error = 0, None
         self._reading = threading.Thread(target=self._read, args=start, name="feed", daemon=True)
         self._reading.start()
