@@ -211,9 +211,9 @@ def whole(path, ranks=1):
     return WHOLE[key]
 
 
-def broken_off(path, ranks, after):
+def broken_off(path, ranks, after, callbacks=()):
     with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
-        lengthwise.train(path, ranks=ranks, callbacks=[FailsAfter(after)])
+        lengthwise.train(path, ranks=ranks, callbacks=[*callbacks, FailsAfter(after)])
     return path.parent / "out"
 
 

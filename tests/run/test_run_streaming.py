@@ -52,12 +52,12 @@ def run_of(folder, *, streaming, **keys):
     )
 
 
-def feeders():
-    """The processes of this test that feed ranks."""
+def feeders(kind=b"feed_process"):
+    """The processes of this test that feed ranks, or that tokenize for them: `spawn_main`."""
     mark, found = os.environ["FEEDERS"].encode(), []
     for each in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if b"feed_process" in (each / "cmdline").read_bytes() and mark in (each / "environ").read_bytes():
+            if kind in (each / "cmdline").read_bytes() and mark in (each / "environ").read_bytes():
                 found.append(int(each.name))
     return found
 
@@ -87,7 +87,7 @@ def size():
 @pytest.fixture
 def at_the_start(tmp_path, size):
     """Return the output of a run on the same rows, read at the start."""
-    return whole(run_of(tmp_path / "start", streaming=False, global_batch=size), 2)
+    return whole(run_of(tmp_path / "start", streaming=False, global_batch=size, steps=12), 2)
 
 
 @pytest.mark.parametrize("size", [{"sequences": 4}, more({"tokens": 64})])
@@ -110,14 +110,16 @@ def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_
 
 
 class SignalsFeeds(Callback):
-    """Sends a signal to the feeds of this test after a step, and notes what is said."""
+    """Sends a signal to processes of this test after a step, and notes what is said."""
 
-    def __init__(self, step, number):
-        self._step, self._number = step, number
+    def __init__(self, step, number, kind=b"feed_process"):
+        self._step, self._number, self._kind = step, number, kind
 
     def on_step(self, step):
         if step.metrics.step == self._step:
-            for each in feeders():
+            found = feeders(self._kind)
+            self.on_note(f"{len(found)} of {self._kind.decode()}")
+            for each in found:
                 os.kill(each, self._number)
 
     def on_note(self, line):
@@ -129,19 +131,21 @@ class SignalsFeeds(Callback):
 def test_a_run_whose_feed_is_killed_goes_on_and_also_one_that_is_killed(
     tmp_path, named, monkeypatch, at_the_start, before, after, block
 ):
-    """With two processes that tokenize, of which another is killed."""
+    """Two processes tokenize; they are killed, then the feed that started them, then the run ends after step 9."""
     size, wanted = {"sequences": 4} if block == 9 else {"tokens": 64}, at_the_start
     if block != 9:
-        wanted = whole(run_of(tmp_path / "whole", streaming=block, global_batch=size), before)
+        wanted = whole(run_of(tmp_path / "whole", streaming=block, global_batch=size, steps=12), before)
     assert any(row["ring_token_ratio"] > 0 for row in read_lines(wanted / "metrics.jsonl"))
-    path = run_of(tmp_path / "killed", streaming=block, global_batch=size)
     monkeypatch.setattr("lengthwise.run.feeds.tokenizing_processes", lambda *_: 2)
-    lengthwise.train(path, ranks=before, callbacks=[SignalsFeeds(3, signal.SIGKILL)])
-    assert "the stream ended and was started again" in (tmp_path / "notes").read_text()
+    path = run_of(tmp_path / "killed", streaming=block, global_batch=size, steps=12)
+    kills = [SignalsFeeds(2, signal.SIGKILL, b"spawn_main"), SignalsFeeds(4, signal.SIGKILL)]
+    found = broken_off(path, before, 9, kills)
+    assert losses(found) == losses(wanted)[:9]
+    notes = (tmp_path / "notes").read_text()
+    assert "2 of spawn_main" in notes
+    assert "the stream ended and was started again" in notes
     assert not feeders()
-    assert_same_training(path.parent / "out", wanted, exactly=True)
-    path = run_of(tmp_path / "broken", streaming=block, global_batch=size)
-    found = broken_off(path, before, after=3)
+    assert not feeders(b"spawn_main")
     lengthwise.train(path, ranks=after, resume=True)
     assert_same_training(found, wanted, exactly=before == after)
 

@@ -22,6 +22,7 @@ from lengthwise.data.tables import rows_of_table, table_batches
 
 BLOCK_BYTES = 1 << 16
 _COPY_BYTES = 4 << 20
+_VALUE_BYTES = 4096  # of a row of values, about
 
 # Rows of training data in a .json file: one of these among the first keys of an object, alone or first of an array.
 _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|conversations|prompt|instruction)"\s*:')
@@ -55,7 +56,9 @@ class Block:
         """Bytes of the content, about."""
         if isinstance(self.content, bytes):
             return len(self.content)
-        return sum(len(line) for line in self.content) if self.kind == "lines" else BLOCK_BYTES // 16
+        if self.kind == "lines":
+            return sum(map(len, self.content))
+        return _VALUE_BYTES * len(self.content) if self.kind == "values" else 0
 
     def rows(self, parser: RowParser) -> Iterator[RawRow | DataError]:
         """Yield the parsed rows, with an error in place of a bad one."""

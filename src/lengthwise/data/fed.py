@@ -120,6 +120,8 @@ class FedDataset:
             DataError: a row stops the run, or no token of a batch has a loss.
         """
         (epoch, place), step = start[:2], 0
+        for old in (self._rows, self._taken, self._begins):
+            old.clear()
         self._turns.begin(start)
         self._begins.append(self._turns.begins(epoch, place))
         while True:
@@ -180,6 +182,7 @@ class FedDataset:
             rows += answer.rows
             while len(rows) < most and not answer.ends:
                 answer = self._checked(feed, self._asked(feed, first + len(rows), most - len(rows))())
+                assert answer.rows or answer.ends, f"no row {first + len(rows)} of {self.specs[feed].name}"
                 rows += answer.rows
             found.append((rows, answer.ends))
         return found

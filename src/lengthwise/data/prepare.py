@@ -288,6 +288,7 @@ def _write(
     ) as tables:
         while (first := next(tables, None)) is not None:
             path, held, most = folder / f"rows-{len(paths):06d}.arrow", 0, part_bytes << len(paths) // _FILES
+            now = progress(first[1])
             with path.open("wb") as file, pa.ipc.new_stream(file, schema()) as out:
                 for table, last in chain([first], tables):
                     out.write_table(table)

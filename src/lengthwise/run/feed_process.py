@@ -24,6 +24,8 @@ from lengthwise.run.workers import worker_processes
 
 def _main(number: int, processes: int, folder: str) -> None:
     spec: FeedSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"  # which removes semaphores of a killed process
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), quiet)))
     feed = Feed(spec, worker_processes(processes, start="spawn"))
     threading.Thread(target=_end_with_input, args=(folder,), daemon=True).start()
     with socket.socket(fileno=number) as listening:
