@@ -36,7 +36,7 @@ _OF_A_STREAM = 1000  # sequences that are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class DataChoices:
     """A checked command line. limits: the most tokens of a row, by the reason. meshes: the simulated step, if any."""
 
     limits: dict[str, int]
@@ -137,7 +137,7 @@ class Data:
             "data": "the command line",
         }
 
-    def _read(self, problems: Collector) -> Asked:
+    def _read(self, problems: Collector) -> DataChoices:
         limits = dict[str, int]()
         attempt = problems.attempt
         if self.tokenizer is not None and is_run_file(self.inputs):
@@ -164,7 +164,7 @@ class Data:
             remedy = "Give both, or neither; --gpus alone goes with --capacity."
             got = "--model alone" if self.gpus is None else "--gpus alone"
             problems.add(ConfigError("--model", expected="--gpus beside it", got=got, remedy=remedy))
-        return Asked(limits=limits, meshes=meshes, batch_tokens=tokens)
+        return DataChoices(limits=limits, meshes=meshes, batch_tokens=tokens)
 
     def _sample(self, dataset: Dataset, tokenizer: Tokenizer | None) -> Iterator[str]:
         from lengthwise.data.survey import masked_row, stretches
@@ -181,7 +181,7 @@ class Data:
         if length > _SHOWN_TOKENS:
             yield f"  and {length - _SHOWN_TOKENS} more tokens"
 
-    def _simulated(self, asked: Asked, dataset: Dataset, units: list[str]) -> str:
+    def _simulated(self, asked: DataChoices, dataset: Dataset, units: list[str]) -> str:
         from lengthwise.config import load_config
         from lengthwise.cost.sharding import lora_params
         from lengthwise.report.answer import answer_sentence
@@ -194,7 +194,7 @@ class Data:
         found = answered(asked.meshes, [batch], adapters=adapters)
         return f"simulated: {answer_sentence(found, 'bytes' if 'bytes' in units else 'tokens')}"
 
-    def _batch(self, asked: Asked, dataset: Dataset, config: RunConfig | None) -> list[int]:
+    def _batch(self, asked: DataChoices, dataset: Dataset, config: RunConfig | None) -> list[int]:
         """Return the lengths of the simulated step."""
         from lengthwise.data import Batches
 
