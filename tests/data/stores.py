@@ -50,7 +50,7 @@ def write_sources(folder: Path, files, documents=(), **settings) -> list[DataSou
 def small_blocks():
     """Let tasks be small inside the block."""
     with (
-        patch("lengthwise.data.blocks.BLOCK_BYTES", PART_BYTES),
+        patch("lengthwise.data.source_blocks.BLOCK_BYTES", PART_BYTES),
         patch("lengthwise.data.prepare._TASK_BYTES", PART_BYTES),
         patch("lengthwise.data.tables._BATCH", 16),
     ):

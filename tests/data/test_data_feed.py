@@ -97,7 +97,7 @@ def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
     sources = write_sources(tmp_path_factory.mktemp("rows"), [*files, [{"text": "a"}]], documents, **SKIPS)
     wanted, ends = expected(sources, size, 12, how, seed=seed), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lengthwise.data.blocks.BLOCK_BYTES", block_bytes)
+        patch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", block_bytes)
         of_feed = {"seed": seed, "ahead_bytes": ahead_bytes, "ends_after": ends_after}
         with fed(sources, how, ranks=3, **of_feed) as (datasets, _):
             for batch, *same in zip(*(taken(each, size, 12) for each in datasets), strict=True):
@@ -119,7 +119,7 @@ def test_files_of_every_kind_are_read(tmp_path, monkeypatch, kind, how):
     rows = [{"input_ids": [*range(length)], "labels": [-100] + [7] * (length - 1)} for length in (5, 1, 9)]
     sources = [DataSource(path=write(rows * 3, tmp_path / "rows", kind), max_tokens=9)]
     size = GlobalBatch(sequences=4)
-    monkeypatch.setattr("lengthwise.data.blocks.BLOCK_BYTES", 100)
+    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 100)
     monkeypatch.setattr("lengthwise.data.tables._BATCH", 2)
     with fed(sources, how) as ([dataset], _):
         found = [*taken(dataset, size, 5)]
@@ -135,7 +135,7 @@ def test_batches_do_not_depend_on_the_number_of_processes_and_the_end_of_one_cos
         GlobalBatch(tokens=40),
     )
     wanted = expected(sources, size, 30, how)
-    monkeypatch.setattr("lengthwise.data.blocks.BLOCK_BYTES", 100)
+    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 100)
     monkeypatch.setattr("lengthwise.data.tokens.row_digest", in_one_worker(tmp_path / "killed"))
     for number in (1, 3):
         with fed(sources, how, run=worker_processes(number), ahead_bytes=2000) as ([dataset], _):
@@ -203,7 +203,7 @@ def lines(folder, rows, **settings):
 @pytest.mark.parametrize(("place", "how"), [(0, {"streaming": 1}), (2000, {"streaming": 1}), (0, {"remote": 1})])
 def test_no_more_rows_are_held_than_those_of_some_steps_and_what_is_read_ahead(tmp_path, monkeypatch, place, how):
     """place: of an epoch, which a run without a mark reads up to."""
-    monkeypatch.setattr("lengthwise.data.blocks.BLOCK_BYTES", 300)
+    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 300)
     sources, size = lines(tmp_path, [{"text": f"{row:09}"} for row in range(3000)]), GlobalBatch(sequences=4)
     most = 40_000 + 600 * 4 * 8
     with fed(sources, how, ranks=2, part_bytes=10**9, ahead_bytes=40_000) as (datasets, (client,)):
@@ -228,7 +228,7 @@ def test_a_place_that_the_rows_do_not_reach_any_more_is_the_begin_of_the_next_ep
 @pytest.mark.parametrize("size", [GlobalBatch(sequences=2), GlobalBatch(tokens=6)])
 @pytest.mark.parametrize(("bad", "said"), [("{\n", "broken JSON"), ({"text": "x" * 10}, "10 tokens"), ("\n", "blank")])
 def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, monkeypatch, size, how, bad, said):
-    monkeypatch.setattr("lengthwise.data.blocks.BLOCK_BYTES", 20)
+    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 20)
     good = [{"text": "abc"}] * 4
     before = Batches(load(*lines(tmp_path, good * 2 + good[:1])), SimpleNamespace(seed=0)).order(0).tolist().index(4)
     before, found = 4 if "streaming" in how else before, []

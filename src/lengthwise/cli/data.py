@@ -37,8 +37,8 @@ _OF_A_STREAM = 1000  # sequences that are read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """A checked command line. limits: the most tokens of a row, by the reason. meshes: the simulated step, if any."""
+class DataChoices:
+    """A checked command line. limits: the most tokens of a row, by the reason. scenario: the simulated step, if any."""
 
     limits: dict[str, int]
     scenario: Scenario | None
@@ -138,7 +138,7 @@ class Data:
             "data": "the command line",
         }
 
-    def _read(self, problems: Collector) -> Asked:
+    def _read(self, problems: Collector) -> DataChoices:
         limits = dict[str, int]()
         attempt = problems.attempt
         if self.tokenizer is not None and is_run_file(self.inputs):
@@ -165,7 +165,7 @@ class Data:
             remedy = "Give both, or neither; --gpus alone goes with --capacity."
             got = "--model alone" if self.gpus is None else "--gpus alone"
             problems.add(ConfigError("--model", expected="--gpus beside it", got=got, remedy=remedy))
-        return Asked(limits=limits, scenario=scenario, batch_tokens=tokens)
+        return DataChoices(limits=limits, scenario=scenario, batch_tokens=tokens)
 
     def _sample(self, dataset: Dataset, tokenizer: Tokenizer | None) -> Iterator[str]:
         from lengthwise.data.survey import masked_row, stretches
@@ -182,7 +182,7 @@ class Data:
         if length > _SHOWN_TOKENS:
             yield f"  and {length - _SHOWN_TOKENS} more tokens"
 
-    def _simulated(self, asked: Asked, dataset: Dataset, units: list[str]) -> str:
+    def _simulated(self, asked: DataChoices, dataset: Dataset, units: list[str]) -> str:
         from lengthwise.config import load_config
         from lengthwise.report.simulation import answer_sentence
 
@@ -193,7 +193,7 @@ class Data:
         found = compare_ways(asked.scenario, [batch], lora=None if lora is None else lora.r or None)
         return f"simulated: {answer_sentence(found, 'bytes' if 'bytes' in units else 'tokens')}"
 
-    def _batch(self, asked: Asked, dataset: Dataset, config: RunConfig | None) -> list[int]:
+    def _batch(self, asked: DataChoices, dataset: Dataset, config: RunConfig | None) -> list[int]:
         """Return the lengths of the simulated step."""
         from lengthwise.data import Batches
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.dataset import TOO_LONG, Held, write_protect
+from lengthwise.data.dataset import TOO_LONG, RowArrays, write_protect
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.prepared import Prepared, read_prepared, refuse
 from lengthwise.data.tokens import TokenRow
@@ -148,7 +148,7 @@ class Columns:
         number = bisect.bisect_right(self.firsts, row) - 1
         return number, row - self.firsts[number]
 
-    def row(self, row: int) -> Held:
+    def row(self, row: int) -> RowArrays:
         """Return views of the ids, labels and weights of a row; None if null."""
         number, place = self.place(row)
         ids, labels, weights = (view.entry(place) for view in self._of(number)[0])
@@ -197,7 +197,7 @@ def _digests(batch: Any) -> np.ndarray:
 
 
 class ArrowRows:
-    """`Rows` on the disk. Memory: 24 bytes a row; where some rows have weights of their own, 8 more."""
+    """`StoredRows` on the disk. Memory: 24 bytes a row; where some rows have weights of their own, 8 more."""
 
     def __init__(self, folder: Path, made: Prepared, *, key: str, max_tokens: int | None, weight: float) -> None:
         """Map a folder whose sizes are right (`read_prepared`).
@@ -223,7 +223,7 @@ class ArrowRows:
         self._checked = -1  # the last row that was read: its labels are read after its ids
         write_protect(self._stored_lengths)
 
-    def row(self, row: int) -> Held:
+    def row(self, row: int) -> RowArrays:
         """Return views of the ids, labels and weights of a row; DataError if they differ from those prepared."""
         ids, labels, weights = self.columns.row(row)
         if not self.lengths[row]:

@@ -96,7 +96,7 @@ def write_protect(*arrays: np.ndarray | None) -> None:
             values.flags.writeable = False
 
 
-Held = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
+RowArrays = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
 """Ids of a row, its labels (None if they are the ids), its weights (None if all are 0 or 1)."""
 
 
@@ -111,7 +111,7 @@ class SourceRows:
     weight: float = 1.0
 
 
-class Rows(Protocol):
+class StoredRows(Protocol):
     """Rows of one store, numbered from 0, with arrays as in `Dataset`.
 
     loss_weights: the array `loss_tokens` itself if all weights are 0 or 1. firsts: the first row and the weight of each
@@ -125,7 +125,7 @@ class Rows(Protocol):
     firsts: tuple[tuple[int, float], ...]
     digest: bytes | None
 
-    def row(self, row: int) -> Held:
+    def row(self, row: int) -> RowArrays:
         """Return views of a row's ids, labels and weights."""
         ...
 
@@ -149,7 +149,7 @@ class Rows(Protocol):
 class StoredDataset:
     """A `Dataset` of stored rows. Memory: 24 bytes a row if it has several parts."""
 
-    def __init__(self, parts: Sequence[Rows]) -> None:
+    def __init__(self, parts: Sequence[StoredRows]) -> None:
         self._parts = tuple(parts)
         self._firsts = [0, *np.cumsum([len(each.lengths) for each in parts]).tolist()]
         self.lengths = _joined([each.lengths for each in parts])
@@ -219,7 +219,7 @@ class StoredDataset:
         part, within = self._place(row)
         return part.source_key(within)
 
-    def _place(self, row: int) -> tuple[Rows, int]:
+    def _place(self, row: int) -> tuple[StoredRows, int]:
         if not 0 <= row < self.num_rows:
             raise IndexError(f"row {row} of {self.num_rows}")
         number = bisect.bisect_right(self._firsts, row) - 1
@@ -231,7 +231,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class MemoryRows:
-    """`Rows` in memory: `flat_tokens` and `flat_labels`, int32 [tokens], row r from `offsets[r]` to `offsets[r + 1]`.
+    """`StoredRows` in memory: `flat_tokens` and `flat_labels`, int32 [tokens]; row r begins at `offsets[r]`.
 
     flat_labels: None if all labels are the ids. flat_weights: float32 [tokens]; None if all are 0 or 1. offsets: int64
     [rows + 1].
@@ -264,7 +264,7 @@ class MemoryRows:
                 self.loss_weights[row] = sum_of_weights(flat_weights[offsets[row] : offsets[row + 1]])
         write_protect(*self._flat, offsets)
 
-    def row(self, row: int) -> Held:
+    def row(self, row: int) -> RowArrays:
         """Return views of a row's ids, labels and weights."""
         span = slice(int(self._offsets[row]), int(self._offsets[row + 1]))
         ids, labels, weights = self._flat

@@ -20,14 +20,14 @@ import numpy as np
 
 from lengthwise.core.errors import Collector, DataError
 from lengthwise.data.dataset import DatasetBuilder, StoredDataset, plain_weights
-from lengthwise.data.feed import FedRow, FedRows, FeedClient, FeedSpec, Span, TokenSlices
+from lengthwise.data.feed import FedRow, FedRows, FeedClient, FeedSpec, RowSpan, TokenSlices
 from lengthwise.data.in_order import StreamOrder
 from lengthwise.data.numbered import HashOrder
 from lengthwise.data.prepared import ENCODING
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sampler import Batch, Batches, Position, no_loss
 from lengthwise.data.sources import PART_BYTES, Listing, parts_of, raw_listings
-from lengthwise.data.turns import BlockTurns, HashTurns, Turn, Turns
+from lengthwise.data.turns import BlockTurns, HashTurns, PlacedRow, Turns
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource, RunConfig
@@ -86,8 +86,8 @@ class FedDataset:
     def __init__(self, specs: Sequence[FeedSpec], turns: Turns, *, tokenizer_digest: str) -> None:
         self.specs, self._turns, self._tokenizer_digest = tuple(specs), turns, tokenizer_digest
         self._known: Sequence[Any] = (None,)
-        self._rows = dict[int, Turn]()
-        self._taken = deque[list[Turn]]()  # of the newest steps
+        self._rows = dict[int, PlacedRow]()
+        self._taken = deque[list[PlacedRow]]()  # of the newest steps
         self._begins = deque[Any]()  # where each feed reads the newest steps from, and the next
         self._slices = deque[_Slices](maxlen=STEPS_KEPT)
         self.skipped: Counter[str] = Counter()
@@ -139,9 +139,9 @@ class FedDataset:
                 raise DataError("data", expected="at least one sequence to train on", got=got, remedy=remedy)
             epoch, place = epoch + 1, 0
 
-    def _cut(self, epoch: int, place: int, asked: GlobalBatch) -> Iterator[tuple[list[Turn], tuple[int, int]]]:
+    def _cut(self, epoch: int, place: int, asked: GlobalBatch) -> Iterator[tuple[list[PlacedRow], tuple[int, int]]]:
         """Yield the rows of every step of an epoch from a place on, and where the next step begins."""
-        taken, used = list[Turn](), 0
+        taken, used = list[PlacedRow](), 0
         for at, turn in self._turns.rows(epoch, place, asked.sequences or _ROWS_AT_ONCE, self._ask):
             row = turn.row
             if not row.length and row.error is None:
@@ -163,7 +163,7 @@ class FedDataset:
         if taken:
             yield taken, (epoch + 1, 0)
 
-    def _take(self, turns: list[Turn]) -> None:
+    def _take(self, turns: list[PlacedRow]) -> None:
         """Note the rows of a new step, and drop the rows of the oldest one."""
         if any(turn.row.is_weighed for turn in turns):
             for turn in turns:
@@ -210,13 +210,13 @@ class FedDataset:
             rows = f"{', '.join(self.name(row) for row in ids[:10])}{' ...' if len(ids) > 10 else ''}"
             raise no_loss("data", rows)
 
-    def read_ahead(self, spans: Sequence[Span]) -> None:
+    def read_ahead(self, spans: Sequence[RowSpan]) -> None:
         """Ask every feed for its slices of a step, without waiting for them."""
         cut = [(row, start, min(stop, int(self.lengths[row]))) for row, start, stop in spans]
         self._slices.append(self._ask_slices([each for each in cut if each[1] < each[2]]))
 
-    def _ask_slices(self, spans: Sequence[Span]) -> _Slices:
-        found, by_feed = _Slices(), dict[int, list[Span]]()
+    def _ask_slices(self, spans: Sequence[RowSpan]) -> _Slices:
+        found, by_feed = _Slices(), dict[int, list[RowSpan]]()
         for span in spans:
             by_feed.setdefault(self._rows[span[0]].feed, []).append(span)
         for feed, own in by_feed.items():
@@ -279,7 +279,7 @@ class FedDataset:
 class _Column:
     """One number of every row, indexed as an array."""
 
-    def __init__(self, rows: Mapping[int, Turn], name: str) -> None:
+    def __init__(self, rows: Mapping[int, PlacedRow], name: str) -> None:
         self._rows, self._name = rows, name
 
     def __getitem__(self, asked: Any) -> Any:
@@ -297,7 +297,7 @@ class _Slices:
     def __init__(self) -> None:
         self._of_row = dict[int, list[tuple[int, int, int, Callable[[], TokenSlices]]]]()
 
-    def add(self, spans: Sequence[Span], wait: Callable[[], TokenSlices]) -> None:
+    def add(self, spans: Sequence[RowSpan], wait: Callable[[], TokenSlices]) -> None:
         """Add the spans of one feed. wait: returns their slices in the same order."""
         answer, place = functools.cache(wait), 0
         for row, start, stop in spans:

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError
-from lengthwise.data.blocks import Block
-from lengthwise.data.dataset import Held, plain_weights
+from lengthwise.data.dataset import RowArrays, plain_weights
 from lengthwise.data.in_order import StreamOrder
 from lengthwise.data.numbered import HashOrder
+from lengthwise.data.source_blocks import SourceBlock
 from lengthwise.data.tokenizer import tokenizer_of_process
 from lengthwise.data.tokens import END, REFUSED, Runner, Tokenizing, TokenRow
 
@@ -37,9 +37,9 @@ AHEAD_BYTES = 128 << 20
 _ROW_BYTES = 500  # what a row takes beside its tokens, about
 _PLACE_BITS = 40
 
-Span = tuple[int, int, int]
+RowSpan = tuple[int, int, int]
 """Tokens [start, stop) of a row: (row, start, stop)."""
-Start = tuple[int, int, Any]
+ReadFrom = tuple[int, int, Any]
 """Where a feed begins to read: an epoch, a place in its order, and the mark of that place."""
 
 
@@ -119,7 +119,7 @@ class TokenSlices:
     weights: np.ndarray | None
 
     @classmethod
-    def of(cls, spans: Sequence[tuple[Held, int, int]]) -> TokenSlices:
+    def of(cls, spans: Sequence[tuple[RowArrays, int, int]]) -> TokenSlices:
         """Cut tokens [start, stop) of each row."""
         has_labels = any(labels is not None for (_, labels, _), _, _ in spans)
         has_weights = any(weights is not None for (*_, weights), _, _ in spans)
@@ -147,7 +147,7 @@ class Feed:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.born, self._spec, self._run = secrets.token_hex(8), spec, run
         self._turn = threading.Condition()
-        self._rows = OrderedDict[int, tuple[FedRow, Held | None]]()
+        self._rows = OrderedDict[int, tuple[FedRow, RowArrays | None]]()
         self._ahead, self._ahead_bytes = deque[tuple[int, int]](), 0  # rows beyond `_wanted`, with their bytes
         self._first: int | None = None  # the number of the row that was read first
         self._next = self._wanted = 0
@@ -161,7 +161,7 @@ class Feed:
         with self._turn:  # one rank makes it for all: from Python 3.12 on a cached property has no lock
             return self.born, self._spec.order.identity
 
-    def rows(self, client: int, start: Start, needed: int, first: int, most: int) -> tuple[str, FedRows]:
+    def rows(self, client: int, start: ReadFrom, needed: int, first: int, most: int) -> tuple[str, FedRows]:
         """Return `born`, and at most `most` rows from number `first` on; fewer if their epoch ends.
 
         needed: the first row that this client may still ask for. start: where to begin to read for it. Raises the error
@@ -183,7 +183,7 @@ class Feed:
                 raise self._error
             return self.born, FedRows(rows=[self._rows[number][0] for number in numbers], ends=ends)
 
-    def slices(self, start: Start, spans: Sequence[Span]) -> tuple[str, TokenSlices]:
+    def slices(self, start: ReadFrom, spans: Sequence[RowSpan]) -> tuple[str, TokenSlices]:
         """Return `born`, and tokens of rows that were returned by `rows` and are still needed."""
         last = max(number for number, _, _ in spans)
         with self._turn:
@@ -210,7 +210,7 @@ class Feed:
             reading.join()
         self._spec.order.close()
 
-    def _begin(self, start: Start) -> None:
+    def _begin(self, start: ReadFrom) -> None:
         """Read from a place on, unless it was read; after a new start, a rank may ask for later rows first."""
         number = row_number(*start[:2])
         if self._first is not None and self._first <= number:
@@ -265,7 +265,7 @@ class Feed:
                 self._error = error
                 self._turn.notify_all()
 
-    def _blocks(self, epoch: int, place: int, mark: Any) -> Iterator[Block]:
+    def _blocks(self, epoch: int, place: int, mark: Any) -> Iterator[SourceBlock]:
         """Read epoch after epoch."""
         while True:
             block = None
@@ -273,7 +273,7 @@ class Feed:
                 yield block
             if block is None and not place:
                 raise DataError("data", expected="at least one row", got="none", remedy="Add rows.")
-            yield Block(kind="end", content=None, label="", shown=self._spec.name)
+            yield SourceBlock(kind="end", content=None, label="", shown=self._spec.name)
             epoch, place = epoch + 1, 0
 
     def _end(self, epoch: int, place: int) -> bool:
@@ -307,7 +307,7 @@ class Feed:
         return self._is_over or has_room or self._next < self._wanted
 
 
-def _bytes_of(held: Held | None) -> int:
+def _bytes_of(held: RowArrays | None) -> int:
     """Return the bytes of a row in memory, about. held: None if it has no tokens."""
     return _ROW_BYTES + sum(each.nbytes for each in held or () if each is not None)
 

@@ -1,7 +1,7 @@
 """Sources read in order from any mark on, for preparing and for streams.
 
-Files of this machine are read by `blocks`; datasets of a hub and URLs by the `datasets` library, whose state is the
-mark. Marks are values of JSON.
+Files of this machine are read by `source_blocks`; datasets of a hub and URLs by the `datasets` library, whose state is
+the mark. Marks are values of JSON.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.blocks import Block, read_blocks
 from lengthwise.data.hub import hub_stream
 from lengthwise.data.refusals import Refusals
+from lengthwise.data.source_blocks import SourceBlock, read_blocks
 from lengthwise.data.sources import Listing, open_source, printable_name, raw_listings
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _KINDS = {"json": r"\.jsonl?(\.gz|\.zst)?", "parquet": r"\.parquet", "arrow": r"
 _BLOCK_ROWS, _MARK_ROWS = 16, 256  # of the library: copying its state costs more than a row does
 
 
-def listed_blocks(listings: Sequence[tuple[int, Listing]], mark: Any = None) -> Iterator[Block]:
+def listed_blocks(listings: Sequence[tuple[int, Listing]], mark: Any = None) -> Iterator[SourceBlock]:
     """Read listings, given with the number of their source, from a mark on; a mark is (listing, mark in it)."""
     first, inner = mark or (0, None)
     for number, (source, listing) in enumerate(listings[first:], start=first):
@@ -61,7 +61,7 @@ class StreamOrder:
         """Values that differ if the rows may differ. DataError, or Problems, for sources that are no stream."""
         return [each.identity for each in self._streams]
 
-    def blocks(self, epoch: int = 0, place: int = 0, mark: Any = None) -> Iterator[Block]:
+    def blocks(self, epoch: int = 0, place: int = 0, mark: Any = None) -> Iterator[SourceBlock]:
         """Read from a mark on, or from the first row at place 0."""
         del epoch
         first, inner = (mark if place else None) or (0, None)
@@ -81,7 +81,7 @@ class _Files:
             [listing.label, *(_content(path, listing) for path in listing.paths)] for _, listing in self._listings
         ]
 
-    def blocks(self, mark: Any) -> Iterator[Block]:
+    def blocks(self, mark: Any) -> Iterator[SourceBlock]:
         return listed_blocks(self._listings, mark)
 
 
@@ -114,7 +114,7 @@ class _Library:
             asked = {"path": kind, "data_files": [url]}
         self._dataset, self.identity = hub_stream(asked, source.split or "train", self._shown)
 
-    def blocks(self, mark: Any) -> Iterator[Block]:
+    def blocks(self, mark: Any) -> Iterator[SourceBlock]:
         (number, state), reading = mark or (0, None), self._dataset()
         if state is not None:
             reading.load_state_dict(state)
@@ -126,16 +126,18 @@ class _Library:
                 number += 1
                 if number % _BLOCK_ROWS == 0:
                     mark = (number, reading.state_dict()) if number % _MARK_ROWS == 0 else None
-                    yield Block(kind="values", content=values, first=number - len(values) + 1, mark=mark, **of_block)
+                    yield SourceBlock(
+                        kind="values", content=values, first=number - len(values) + 1, mark=mark, **of_block
+                    )
                     values = []
         except Exception as raised:  # noqa: BLE001 - of the network and of other libraries, of many kinds
             error = self._broken(raised, number + 1)
         else:
             error = None
         if values:
-            yield Block(kind="values", content=values, first=number - len(values) + 1, **of_block)
+            yield SourceBlock(kind="values", content=values, first=number - len(values) + 1, **of_block)
         if error is not None:
-            yield Block(kind="error", content=error, **of_block)
+            yield SourceBlock(kind="error", content=error, **of_block)
 
     def _broken(self, raised: Exception, number: int) -> DataError:
         got = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.arrow import ArrowRows
-from lengthwise.data.blocks import read_blocks
-from lengthwise.data.dataset import TOO_LONG, DatasetBuilder, Rows, StoredDataset, too_long
+from lengthwise.data.dataset import TOO_LONG, DatasetBuilder, StoredDataset, StoredRows, too_long
 from lengthwise.data.in_order import StreamOrder
 from lengthwise.data.prepared import ENCODING, Prepared, UsedTokenizer, is_prepared, read_prepared, refuse
 from lengthwise.data.refusals import Refusals
+from lengthwise.data.source_blocks import read_blocks
 from lengthwise.data.sources import list_source
 from lengthwise.data.tokenizer import Tokenizer
 from lengthwise.data.tokens import BAD, REFUSED, Tokenizing, TokenRow
@@ -45,7 +45,7 @@ def load_dataset(
     Raises:
         DataError: a bad row (Problems for several: the first 20 kinds and a count), or no row to train on.
     """
-    refusals, parts, bad = Refusals(), list[Rows](), list[DataError]()
+    refusals, parts, bad = Refusals(), list[StoredRows](), list[DataError]()
     builder, loaded, keys = DatasetBuilder(), functools.cache(tokenizer), [f"{key}.{n}" for n in range(len(sources))]
     tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
 

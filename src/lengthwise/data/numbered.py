@@ -19,9 +19,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.blocks import Block, empty_file, read_blocks
 from lengthwise.data.kinds import PACKED, check_lines
 from lengthwise.data.sampler import epoch_order
+from lengthwise.data.source_blocks import SourceBlock, empty_file, read_blocks
 from lengthwise.data.sources import Listing, is_table, open_source, printable_name
 from lengthwise.data.tables import mapped_batches, row_of
 
@@ -48,7 +48,7 @@ class HashOrder:
         """Number of rows and SHA-256 of the bytes of every part. DataError if a file cannot be read."""
         return [[each.num_rows, each.digest] for each in self._rows]
 
-    def blocks(self, epoch: int, place: int, mark: Any) -> Iterator[Block]:
+    def blocks(self, epoch: int, place: int, mark: Any) -> Iterator[SourceBlock]:
         """Read the rows of an epoch from a place in its order on, a row a block."""
         before, line = mark
         firsts, lines = np.cumsum([0, *(each.num_rows for each in self._rows)]).tolist(), list[int]()
@@ -76,9 +76,9 @@ def numbered(listing: Listing) -> _Documents | _Lines | _Table:
     return _Table(listing) if table else _Lines(listing)
 
 
-def _bad(listing: Listing, line: int, error: DataError, name: str | None = None) -> Block:
+def _bad(listing: Listing, line: int, error: DataError, name: str | None = None) -> SourceBlock:
     of_row: dict[str, Any] = {"label": listing.label, "shown": listing.shown, "first": line, "name": name}
-    return Block(kind="values", content=[error], **of_row)
+    return SourceBlock(kind="values", content=[error], **of_row)
 
 
 class _Documents:
@@ -95,7 +95,7 @@ class _Documents:
     def close(self) -> None:
         pass
 
-    def block(self, number: int, line: int) -> Block:
+    def block(self, number: int, line: int) -> SourceBlock:
         one = replace(self._listing, names=(self._names[number],))
         if _identity(one.paths[0].stat()) != self._files[number]:
             return _bad(one, line, _changed(one.paths[0]), self._names[number])
@@ -150,13 +150,13 @@ class _Lines:
             at += len(block)
         return at
 
-    def block(self, number: int, line: int) -> Block:
+    def block(self, number: int, line: int) -> SourceBlock:
         start, stop = map(int, self._starts[number : number + 2])
         content = os.pread(self._file.fileno(), stop - start, start)
         if _identity(os.fstat(self._file.fileno())) != self._identity:
             return _bad(self._listing, line, _changed(self._listing.root))
         label, shown = self._listing.label, self._listing.shown
-        return Block(kind="lines", content=[content], label=label, shown=shown, first=line, offset=start)
+        return SourceBlock(kind="lines", content=[content], label=label, shown=shown, first=line, offset=start)
 
 
 class _Table:
@@ -173,13 +173,13 @@ class _Table:
         self.num_rows, self.close = self._firsts[-1], self._file.close
         self.digest = hashlib.file_digest(self._file, "sha256").hexdigest()
 
-    def block(self, number: int, line: int) -> Block:
+    def block(self, number: int, line: int) -> SourceBlock:
         batch = bisect.bisect_right(self._firsts, number) - 1
         values = row_of(self._batches[batch], number - self._firsts[batch], f"{self._listing.shown}:{line}")
         if _identity(os.fstat(self._file.fileno())) != self._identity:
             return _bad(self._listing, line, _changed(self._listing.root))
         label, shown = self._listing.label, self._listing.shown
-        return Block(kind="values", content=[values], label=label, shown=shown, first=line)
+        return SourceBlock(kind="values", content=[values], label=label, shown=shown, first=line)
 
 
 def _copied(blocks: Iterator[bytes]) -> BinaryIO:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.blocks import BLOCK_BYTES, Block, Blocks, together
-from lengthwise.data.dataset import NO_LOSS, TOO_LONG, Held, sum_of_weights, too_long
+from lengthwise.data.dataset import NO_LOSS, TOO_LONG, RowArrays, sum_of_weights, too_long
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.rows import RawRow, RowParser
+from lengthwise.data.source_blocks import BLOCK_BYTES, BlockTask, SourceBlock, together
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class TokenRow:
     mark: Any = None
 
     @property
-    def held(self) -> Held:
+    def held(self) -> RowArrays:
         """Ids, labels and weights of a row with tokens."""
         assert self.tokens is not None, self
         return self.tokens, self.labels, self.weights
@@ -66,7 +66,7 @@ class TokenRow:
         return losses, float(losses) if weights is None else sum_of_weights(weights)
 
 
-def _placed(row: TokenRow, block: Block, name: str) -> TokenRow:
+def _placed(row: TokenRow, block: SourceBlock, name: str) -> TokenRow:
     row.source, row.origin, row.share, row.name = block.source, block.origin, block.share, name
     row.is_document, row.mark = block.name is not None, None if row.is_row else block.mark
     return row
@@ -87,21 +87,21 @@ class Tokenizing:
     def run(
         self,
         run: Runner,
-        blocks: Iterator[Block],
+        blocks: Iterator[SourceBlock],
         pack: Callable[[list[TokenRow]], Any] = list,
         task_bytes: int = BLOCK_BYTES,
     ) -> Generator[Any]:
         """Tokenize blocks in order, by a runner, some a task; yield what `pack` makes of the rows of every task."""
         yield from run(partial(self._packed, pack), together(blocks, task_bytes))
 
-    def _packed(self, pack: Callable[[list[TokenRow]], Any], blocks: Blocks) -> Any:
+    def _packed(self, pack: Callable[[list[TokenRow]], Any], blocks: BlockTask) -> Any:
         rows = [row for block in blocks for row in self.rows(block)]
         for row in rows:
             if row.tokens is not None:
                 row.digest = row_digest(*row.held)
         return pack(rows)
 
-    def rows(self, block: Block) -> Iterator[TokenRow]:
+    def rows(self, block: SourceBlock) -> Iterator[TokenRow]:
         """Yield the rows of a block in order, without digests."""
         if block.kind in ("error", "end"):
             kind, error = (REFUSED, block.content) if block.kind == "error" else (END, None)

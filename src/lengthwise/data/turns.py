@@ -15,13 +15,13 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from lengthwise.data.feed import FedRow, Start, place_of, row_number
+from lengthwise.data.feed import FedRow, ReadFrom, place_of, row_number
 from lengthwise.data.sampler import Position, epoch_order
 from lengthwise.data.sources import Listing
 
 
 @dataclass(slots=True)
-class Turn:
+class PlacedRow:
     """A row of a feed. id: in the run. number: in its feed. is_weighed: whether a row of its step has weights."""
 
     id: int
@@ -54,7 +54,7 @@ class BlockTurns:
         at = (read_from, mark) if read_from <= self._first_of(place) else (0, None)
         self._marks = deque([(row_number(epoch, at[0]), at[1])])
 
-    def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
+    def begins(self, epoch: int, place: int) -> list[tuple[ReadFrom, int]]:
         """Return for every feed where to read the rows of a step that begins here, and the number of the first row."""
         needed = row_number(epoch, self._first_of(place))
         while len(self._marks) > 1 and self._marks[1][0] <= needed:
@@ -67,7 +67,7 @@ class BlockTurns:
         [((_, read_from, mark), _)] = self.begins(epoch, place)
         return (epoch, place, json.dumps({"place": read_from, "mark": mark})) if place else (epoch, 0)
 
-    def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, Turn]]:
+    def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, PlacedRow]]:
         """Yield (place, row) to the end of an epoch, block after block; take `most` at once if blocks are single."""
         ends = False
         while not ends:
@@ -81,7 +81,7 @@ class BlockTurns:
                 order = epoch_order(order, seed=self._seed, epoch=epoch)
             for at in order[place - first :].tolist():
                 row = row_number(epoch, at)
-                yield place, Turn(id=row, feed=0, number=row, row=came[at - first])
+                yield place, PlacedRow(id=row, feed=0, number=row, row=came[at - first])
                 place += 1
 
     def _first_of(self, place: int) -> int:
@@ -111,7 +111,7 @@ class HashTurns:
     def begin(self, start: Position) -> None:
         """Do nothing: the place suffices."""
 
-    def begins(self, epoch: int, place: int) -> list[tuple[Start, int]]:
+    def begins(self, epoch: int, place: int) -> list[tuple[ReadFrom, int]]:
         """Return the place in the order of every feed, and the number of its row."""
         places = (
             [int(np.searchsorted(own, place)) for own in self._order(epoch)[2]] if place else [0] * len(self._marks)
@@ -122,7 +122,7 @@ class HashTurns:
         """Return the position of a place."""
         return epoch, place
 
-    def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, Turn]]:
+    def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, PlacedRow]]:
         """Yield (place, row) to the end of an epoch; take `most` of all feeds at once."""
         order, feeds, own = self._order(epoch)
         while place < len(order):
@@ -137,7 +137,7 @@ class HashTurns:
             }
             for feed in which.tolist():
                 number, row = next(came[feed])
-                yield place, Turn(id=int(order[place]), feed=feed, number=number, row=row)
+                yield place, PlacedRow(id=int(order[place]), feed=feed, number=number, row=row)
                 place += 1
 
     @functools.lru_cache(maxsize=1)  # noqa: B019 - one a run

@@ -29,7 +29,7 @@ _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|c
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class SourceBlock:
     """Rows of a source that were read together.
 
     kind, content: `lines` with their line ends, an Arrow stream (`table`), rows as `values` by column or an error, the
@@ -76,8 +76,8 @@ class Block:
                 yield row if isinstance(row, DataError) else _attempt(parser.take, row, where=f"{self.shown}:{number}")
 
 
-class Blocks(tuple[Block, ...]):
-    """Blocks that one task tokenizes."""
+class BlockTask(tuple[SourceBlock, ...]):
+    """BlockTask that one task tokenizes."""
 
     __slots__ = ()
 
@@ -86,17 +86,17 @@ class Blocks(tuple[Block, ...]):
         return f"tokenizing {self[0].shown} from row {self[0].first} on"
 
 
-def together(blocks: Iterator[Block], task_bytes: int) -> Iterator[Blocks]:
+def together(blocks: Iterator[SourceBlock], task_bytes: int) -> Iterator[BlockTask]:
     """Group small blocks."""
-    found, held = list[Block](), 0
+    found, held = list[SourceBlock](), 0
     for block in blocks:
         found.append(block)
         held += block.num_bytes
         if held >= task_bytes or block.kind == "end":
-            yield Blocks(found)
+            yield BlockTask(found)
             found, held = [], 0
     if found:
-        yield Blocks(found)
+        yield BlockTask(found)
 
 
 def _attempt(parse: Callable[..., RawRow], content: bytes | Mapping[str, Any], **of_row: Any) -> RawRow | DataError:
@@ -114,7 +114,7 @@ def _document(raw: bytes, where: str, *, python: bool) -> RawRow | DataError:
     return RawRow(where=where, python=raw if python else None, text=text, empty="" if raw else "an empty file")
 
 
-def read_blocks(listing: Listing, mark: Sequence[int] | None = None) -> Iterator[Block]:
+def read_blocks(listing: Listing, mark: Sequence[int] | None = None) -> Iterator[SourceBlock]:
     """Read a listing from a mark on; a wrong file becomes a block of kind `error`.
 
     mark: (first byte, rows before it) of lines; twice the number of rows read of a table or of documents.
@@ -124,15 +124,17 @@ def read_blocks(listing: Listing, mark: Sequence[int] | None = None) -> Iterator
         try:
             yield from _of_file(listing, first, before)
         except DataError as error:
-            yield Block(kind="error", content=error, label=listing.label, shown=listing.shown)
+            yield SourceBlock(kind="error", content=error, label=listing.label, shown=listing.shown)
         return
     for number, name in enumerate(listing.names[first:], start=first + 1):
         of_block = {"label": listing.label, "name": name, "mark": (number, number), "shown": listing.shown_name(name)}
         of_block["share"] = number / len(listing.names)
         try:
-            yield Block(kind="python" if listing.python else "text", content=_raw(listing.root / name), **of_block)
+            yield SourceBlock(
+                kind="python" if listing.python else "text", content=_raw(listing.root / name), **of_block
+            )
         except DataError as error:
-            yield Block(kind="error", content=error, **of_block)
+            yield SourceBlock(kind="error", content=error, **of_block)
 
 
 def _raw(path: Path) -> bytes:
@@ -146,13 +148,13 @@ def _raw(path: Path) -> bytes:
     return raw
 
 
-def _of_file(listing: Listing, first: int, before: int) -> Iterator[Block]:
+def _of_file(listing: Listing, first: int, before: int) -> Iterator[SourceBlock]:
     of_block = {"label": listing.label, "shown": listing.shown}
     with open_source(listing.root) as file:
         if is_table(file):
             for content, number, share in table_batches(file, file.peek(HEAD)[:8], listing.shown, first):
                 of_rows = {"first": first + 1, "share": share, "mark": (first + number, first + number)}
-                yield Block(kind="table", content=content, **of_block, **of_rows)
+                yield SourceBlock(kind="table", content=content, **of_block, **of_rows)
                 first += number
             return
         if not first:
@@ -163,7 +165,7 @@ def _of_file(listing: Listing, first: int, before: int) -> Iterator[Block]:
             offset, number = first, before + 1
             first, before = first + sum(map(len, lines)), before + len(lines)
             of_lines = {"first": number, "offset": offset, "share": min(1.0, first / size), "mark": (first, before)}
-            yield Block(kind="lines", content=lines, **of_block, **of_lines)
+            yield SourceBlock(kind="lines", content=lines, **of_block, **of_lines)
     if not first:
         raise empty_file(listing)
 
