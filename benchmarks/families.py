@@ -275,8 +275,8 @@ Made by `make families` on {datetime.date.today()} with {versions}, on CPU.
 Of the {len(MODEL_TYPES)} causal-LM families of this transformers, {families} are proved equal to plain Hugging Face and
 trained; every other one is refused by name before a run starts.
 
-What a config asks for beside its family can be refused, too, by its key, before a run starts. Weights that are
-published quantised (`quantization_config`: FP8, MXFP4, INT4) are refused: take a version of them in bfloat16.
+Some settings in a config are refused by their key, too. Published quantised weights (`quantization_config`: FP8, MXFP4,
+INT4) are refused: take their bfloat16 version.
 
 | model | `model_type` in its config.json | trained | attention on A100 / H100 |
 |---|---|---|---|
@@ -284,65 +284,68 @@ published quantised (`quantization_config`: FP8, MXFP4, INT4) are refused: take 
         + "\n".join(checkpoints)
         + f"""
 
-The last column is what `attention: auto` takes in bf16, by the code that chooses at a run's start, from the family's
-default config. It was not run on a GPU ([more](gpu.md#what-a-run-does-there)).
+The last column is the choice of `attention: auto` in bf16 for the family's default config, by the code that chooses at
+a run's start. It was not run on a GPU ([more](gpu.md#what-a-run-does-there)).
 
-- `flash2`: torch's flash attention in its varlen form, all documents of a rank in few calls a layer; heads up to 256,
-  with latent attention those of keys. With FlashAttention-3's package an H100 takes that instead.
-- `cudnn`: cuDNN for long documents and ring blocks, `flash2` for the others; heads up to 128, so a checkpoint with
-  smaller heads than its family's default (gemma-3-27b-it, 128) takes it on an H100, too.
+- `flash2`: torch's flash attention in its varlen form, with all documents of a rank in few calls a layer. Heads may
+  have up to 256 values (with latent attention, those of keys). An H100 with FlashAttention-3's package takes that
+  package instead.
+- `cudnn`: cuDNN for long documents and ring blocks, `flash2` for the others. Heads may have up to 128 values, so a
+  checkpoint with smaller heads than its family's default (gemma-3-27b-it, 128) takes it on an H100, too.
 - `efficient`: torch's efficient attention, block by block and slower, in all layers of a model with heads over 256
-  (Gemma 4's layers without a window have 512). `plan` and `simulate` price them at the speed of flash attention.
-- `reference`: plain matrix products in fp32, slow: no fused kernel here caps scores. Priced likewise.
+  (Gemma 4's layers without a window have 512). `plan` and `simulate` price it at the speed of flash attention.
+- `reference`: plain matrix products in fp32, which are slow; no fused kernel here caps scores. `plan` and `simulate`
+  price it at the speed of flash attention, too.
 
 ## A checkpoint with a tower
 
 A checkpoint with a tower for images or sounds (google/gemma-3-12b-it is `Gemma3ForConditionalGeneration`) trains on
-rows of text: in a run file as `model: google/gemma-3-12b-it`, in `Session(model)` as
-`AutoModelForImageTextToText.from_pretrained` gives it, in Trainer and TRL's SFTTrainer, with its processor or its
-tokenizer. The whole model runs, as Hugging Face has it. What trains is its decoder and head:
+rows of text. In a run file write `model: google/gemma-3-12b-it`; pass the model of
+`AutoModelForImageTextToText.from_pretrained` to `Session`, Trainer or TRL's SFTTrainer, the trainers with its processor
+or its tokenizer. The whole model runs, as in Hugging Face. Only its decoder and head train:
 
-- The tower, and what leads from it to the decoder, is not updated, not decayed and in no rank's slice, whatever its
-  `requires_grad` says and though the optimizer has it. A run keeps it in the memory of rank 0's host, which saves it; a
-  session leaves it where it is.
-- It is saved whole, in the class that it had, so `AutoModelForImageTextToText.from_pretrained(FOLDER)` opens it. A run
-  copies the processor's files (`preprocessor_config.json` and its like) beside the tokenizer, and saves the tower in
-  the precision of the rest.
-- Weights that Hugging Face's class leaves out when it loads are not saved: Qwen3.5's heads for several tokens (`mtp.`).
-- LoRA of a run file is on the text part alone, and its saved adapter opens on the whole model. peft's `all-linear` in a
-  loop of your own puts adapters on the tower as well: they stay as they are.
-- A row with the token of an image, a video or a sound (`image_token_id` and its like in config.json) is refused by its
+- The tower, and the layers from it to the decoder, are not updated, not decayed and in no rank's slice, even if
+  `requires_grad` is set and the optimizer has them. A run keeps them in the memory of rank 0's host, which saves them;
+  a session leaves them where they are.
+- The model is saved whole, in its own class, so `AutoModelForImageTextToText.from_pretrained(FOLDER)` opens it. A run
+  copies the processor's files (`preprocessor_config.json` and others) beside the tokenizer, and saves the tower in the
+  precision of the rest.
+- Weights that Hugging Face's class skips when it loads are not saved: Qwen3.5's heads for several tokens (`mtp.`).
+- LoRA of a run file adapts the text part alone, and its saved adapter opens on the whole model. peft's `all-linear` in
+  a loop of your own also puts adapters on the tower: these do not change.
+- A row with the token of an image, a video or a sound (`image_token_id` and others in config.json) is refused by its
   name. Images do not train: use plain TRL.
-- A checkpoint whose family has a class for text alone (Qwen3.5) can be loaded by it, too; what it saves has no tower.
+- If the family has a class for text alone (Qwen3.5), you can load the checkpoint with it, too; the saved model then has
+  no tower.
 
 ## Proved
 
-The largest relative differences, loss / gradient (L2 a tensor), over plans of {", ".join(map(str, RANKS))} ranks, in
-fp64, of a tiny random model with the family's windows, sinks, experts and kinds of layers: eight documents packed and
-cut over rings, against the plain Hugging Face model one document at a time, without and with activation checkpointing
-(`recompute: layer`). The tests hold every family to 1e-13 / 1e-12. Dropout of hidden states, where a family has it
-(biogpt, ctrl, gpt-sw3, gpt2, gpt_bigcode, gpt_neox, opt, persimmon, phi, phi3, seed_oss, starcoder2), draws by
-sequence and position ([how](decisions/dropout-by-position.md)); inside of attention it must be 0 in `config.json`.
+The largest relative differences, loss / gradient (L2 a tensor), between plans of {", ".join(map(str, RANKS))} ranks
+and the plain Hugging Face model that runs one document at a time, in fp64. The model is tiny and random, with the
+family's windows, sinks, experts and kinds of layers; plans pack eight documents and cut them over rings, without and
+with activation checkpointing (`recompute: layer`). The tests hold every family to 1e-13 / 1e-12. Dropout of hidden
+states, in families that have it (biogpt, ctrl, gpt-sw3, gpt2, gpt_bigcode, gpt_neox, opt, persimmon, phi, phi3,
+seed_oss, starcoder2), is drawn by sequence and position ([how](decisions/dropout-by-position.md)). Dropout inside of
+attention must be 0 in `config.json`.
 
-Rows with *router loss* are of configs that say `output_router_logits: true`, with a coefficient of 0.5: the gradients
-are then those of both losses, and the loss is the worse of the two. A family without such a row has no balance loss in
-Hugging Face, and a config of it that asks for one is refused.
+Rows with *router loss* have `output_router_logits: true` in the config and a coefficient of 0.5: the gradients are
+those of both losses, and the loss is the worse of the two. A family without such a row has no balance loss in Hugging
+Face, and a config of it that asks for one is refused.
 
-Layers with states (gated delta rule, KDA, Mamba 2) and short convolutions begin anew at each document, and get the
-state, or the tokens, before their part of a cut sequence from other ranks
-([how](decisions/states-by-sweep.md)). Their weights decay slowly in these models, so that a state matters to the end.
+Layers with states (gated delta rule, KDA, Mamba 2) and short convolutions begin anew at each document. For their part
+of a cut sequence they get the state, or the tokens before it, from other ranks ([how](decisions/states-by-sweep.md)).
+In the models of this table their weights decay slowly, so that a state has an effect to the end.
 
-In families with multi-head latent attention (deepseek, minicpm3, youtu, longcat and others) Hugging Face makes keys of
-every head before attention, and values smaller than keys are filled up with zeros: what travels round a ring is that of
-full attention with that many heads (DeepSeek-V3: 2 x 128 x 192 numbers a token and layer, of which a sixth are zeros),
-not the 576 of the latent.
+In families with multi-head latent attention (deepseek, minicpm3, youtu, longcat and others) Hugging Face makes the keys
+of every head before attention, and pads values that are smaller than keys with zeros. So a ring transfers as much as
+for full attention with the same number of heads (DeepSeek-V3: 2 x 128 x 192 numbers a token and layer, of which a sixth
+are zeros), not the 576 of the latent.
 
 Families that cap their attention scores by tanh (gemma2, vaultgemma) are exact under every plan, too. On GPUs the
-package flash-attn computes them in one fused kernel in bf16 where it is installed
-([how](gpu.md#what-a-run-does-there)). Without it `attention: auto` takes plain matrix products in fp32, which are
-slow, and a run says so at its start. torch's flash attention, cuDNN and efficient attention have no such argument.
-What `plan` and `simulate` predict for such a model by formula is a fused kernel's time; `lengthwise profile` measures
-yours.
+package flash-attn, if it is installed, computes them in one fused kernel in bf16 ([how](gpu.md#what-a-run-does-there)).
+Without it `attention: auto` takes plain matrix products in fp32, which are slow, and a run prints this at its start.
+torch's flash attention, cuDNN and efficient attention do not cap scores. By formula `plan` and `simulate` predict a
+fused kernel's time for these models; `lengthwise profile` measures yours.
 
 | family | loss / gradient | with checkpointing | kinds of layers |
 |---|---|---|---|
@@ -350,7 +353,8 @@ yours.
         + "\n".join(proofs)
         + """
 
-With a tower: the whole model's class, and the family of its text part. Gradients are those of the text part.
+For models with a tower the first column has the whole model's class and the family of its text part. Gradients are
+those of the text part.
 
 | model, text part | loss / gradient | with checkpointing | kinds of layers |
 |---|---|---|---|
@@ -360,7 +364,8 @@ With a tower: the whole model's class, and the family of its text part. Gradient
 
 ## Refused
 
-The first layer of its kind in the family's default config, or the config entry that says it, and what it would take.
+For each family the table names the first layer of the refused kind in its default config, or the config entry, and what
+support would need.
 
 | family | layer or config entry | what it is | needed |
 |---|---|---|---|
