@@ -30,7 +30,6 @@ from lengthwise.core.errors import (
     NumericError,
     OutputError,
     PlanError,
-    Problems,
     RankError,
 )
 from lengthwise.models import keep_double
@@ -106,16 +105,6 @@ def test_a_session_that_does_not_fit_ends_its_planner(monkeypatch):
         Session(model, SGD(model.parameters()))
     assert caught.value.__traceback__ is not None, "which keeps the session"
     assert children(os.getpid()) == before
-
-
-def test_settings_that_cannot_be_kept_are_named_together():
-    model = small_model()
-    wrong = {"capacity_tokens": 0, "precision": "fp16", "offload": {"shop": "disk"}, "recompute": "full", "heads": "x"}
-    wrong["offload_optimizer"] = "yes"
-    with pytest.raises(Problems) as caught:
-        Session(model, SGD(model.parameters()), **wrong, shard="fsdp")
-    named = {each.where for each in caught.value.problems}
-    assert named == {"capacity_tokens", "precision", "offload.shop", "recompute", "heads", "shard", "offload_optimizer"}
 
 
 OPTIMIZERS = {
