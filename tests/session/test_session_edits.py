@@ -1,6 +1,5 @@
 """What a loop does to gradients and weights beside the session's backward: as in the plain loop, or refused."""
 
-from contextlib import nullcontext
 from functools import cache, partial
 
 import pytest
@@ -289,16 +288,17 @@ class Planned(Plain):
         self.session.backward(rows)
 
     def evaluate(self, rows):
-        opens = self.session.shard == "zero1" and self.session.engine.pipeline is None
-        with Session(self.model, capacity_tokens=64) if opens else nullcontext(self.session) as evaluating:
-            self.numbers.append(evaluating.evaluate(rows).loss)
+        self.numbers.append(self.session.evaluate(rows).loss)
+        if self.session.shard == "zero1" and self.session.engine.pipeline is None:
+            with Session(self.model, capacity_tokens=64) as evaluating:
+                assert evaluating.evaluate(rows).loss == pytest.approx(self.numbers[-1], rel=1e-12)
 
     def clip(self, limit):
         self.numbers.append(self.session.clip_grad_norm_(limit))
 
     def fail(self, rows):
         self.backward(rows)
-        with pytest.raises(NumericError):
+        with pytest.raises(NumericError, match="loss: expected a finite number; got nan"):
             self.session.backward(rows, loss=lambda outputs, tokens: outputs.logits.sum() * float("nan"))
 
     def reload(self):
@@ -586,7 +586,7 @@ def test_hooks_of_parameters_that_the_model_would_lose_are_refused(tmp_path):
     def work(_rank):
         model = small_model()
         model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
-        with pytest.raises(LengthwiseError, match=r"lm_head\.weight: expected no hook"):
+        with pytest.raises(LengthwiseError, match=r"lm_head\.weight: expected no gradient hook"):
             Planned(model, {"shard": "zero3"})
 
     in_ranks(work, 2, tmp_path)
