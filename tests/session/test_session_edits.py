@@ -302,7 +302,10 @@ class Planned(Plain):
             self.session.backward(rows, loss=lambda outputs, tokens: outputs.logits.sum() * float("nan"))
 
     def reload(self):
-        self.session.load_state_dict(self.session.state_dict())
+        state = self.session.state_dict()
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 3
+        self.session.load_state_dict(state)
 
     def weights(self):
         return self.session.state_dict().get("master_weights", {})
