@@ -5,16 +5,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
-from testing import make_plan, relative_error
+from testing import relative_error
 from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 
-from attention.whole_documents import check, documents, run_strict
 from lengthwise.attention import Block, ReferenceKernel, Saved
 from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.packs import PackKernel, pack_documents
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.core.plan import Piece
 
 CPU = torch.device("cpu")
 
@@ -114,14 +112,3 @@ def test_padding_after_one_long_document_keeps_it_a_long_block():
         found.append([each[:20] for each in (out, *grads)])
     assert len(dense.shapes) == 4
     assert all(relative_error(a, b) < 1e-12 for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("window", [None, 50])
-def test_rings_and_packs_by_length_equal_dense(window):
-    pieces = [[Piece(ranks=(0, 1, 2), sequences=(0,))], [Piece(ranks=(1,), sequences=(1,))]]
-    plan = make_plan(3, (120, 33, 5), [*pieces, [Piece(ranks=(1,), sequences=(2,))]])
-    kernel, dense, varlen = by_length(diagonal_tokens=25, full_tokens=20)
-    rows = documents(plan.tokens)
-    check(run_strict(plan, rows, kernel, window=window), rows, window=window)
-    assert varlen.calls
-    assert window or dense.shapes

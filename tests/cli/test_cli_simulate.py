@@ -1,7 +1,6 @@
 """`lengthwise simulate`: figures and files, without torch."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -221,16 +220,3 @@ def test_simulate_answers_first_in_one_sentence_and_five_rows(tmp_path, capsys) 
         status, _, error = simulate(capsys, *asked, *more)
         assert status == 2
         assert told in error
-
-
-@pytest.mark.exhaustive
-def test_simulate_prints_its_table_whole_on_narrow_terminals(tmp_path) -> None:
-    arguments = ["simulate", *map(str, OWN), "--lengths", "prolong", "--context", "4K", "--out", str(tmp_path / "out")]
-    said = {}
-    for columns in ("30", "60", "300"):
-        environment = {**os.environ, "COLUMNS": columns}
-        run = [sys.executable, "-m", "lengthwise", *arguments]
-        done = subprocess.run(run, capture_output=True, text=True, env=environment, check=True)
-        assert "…" not in done.stdout
-        said[columns] = sorted(set(done.stdout.split()))
-    assert said["30"] == said["60"] == said["300"]

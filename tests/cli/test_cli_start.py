@@ -12,7 +12,7 @@ import pytest
 from transformers import GPT2Config, OPTConfig
 
 from lengthwise import __version__
-from run.small_runs import VOCAB, Command, call, count_lines, losses, make_rows, steps_of, train, write_run
+from run.small_runs import VOCAB, Command, call, count_lines, losses, make_rows, train, write_run
 from tiers import more
 
 
@@ -28,23 +28,6 @@ def no_process_may_start(monkeypatch):
         raise AssertionError("a process was started")
 
     monkeypatch.setattr("lengthwise.run.prepared_run.launch", fail)
-
-
-def test_train_tells_all_config_problems_in_one_message(tmp_path, capfd, monkeypatch):
-    no_process_may_start(monkeypatch)
-    path = write_run(
-        tmp_path, make_rows([3]), model="./nowhere", stepz=3, precision="fp16",
-        optimizer={"lrr": 1, "betas": [0.9, 1.0]},
-        global_batch={"sequences": 2, "tokens": 9}, data=[{"path": "missing.jsonl"}], capacity_tokens=0,
-    )  # fmt: skip
-    err = refused(capfd, "train", path, "--ranks", 2)
-    for said in (
-        "stepz", "`steps`", "precision", "fp16", "optimizer.lrr", "optimizer.betas", "global_batch", "nowhere",
-        "missing.jsonl", "capacity_tokens",
-    ):  # fmt: skip
-        assert said in err, said
-    assert all(line.startswith("error[config] ") for line in err.splitlines())
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("verb", ["train", more("verify")])
@@ -200,24 +183,6 @@ def test_train_writes_beside_other_files_and_overwrite_does_not_delete_the_model
 
 def clean_environment():
     return {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "COLUMNS")}
-
-
-@pytest.mark.exhaustive
-def test_train_under_torchrun_is_the_same_run(tmp_path):
-    path = write_run(tmp_path, make_rows([30, 12, 5, 61, 2, 17]))
-    alone = train(path, "--ranks", 2)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    done = subprocess.run(
-        [*torchrun, "lengthwise", "train", str(path), "--set", "output=torchrun"],
-        capture_output=True, text=True, timeout=300, env={**clean_environment(), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert steps_of(tmp_path / "torchrun") == steps_of(alone)
-    assert losses(tmp_path / "torchrun") == losses(alone)
-    assert done.stdout.count("step 1/3") == 1, "rank 0 speaks, and only rank 0"
-    assert (tmp_path / "torchrun/model/model.safetensors").read_bytes() == (
-        alone / "model/model.safetensors"
-    ).read_bytes()
 
 
 def test_train_refuses_ranks_that_conflict_with_torchrun(tmp_path, capfd, monkeypatch):

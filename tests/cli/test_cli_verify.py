@@ -6,7 +6,6 @@ import re
 
 import pytest
 import torch
-from transformers import AttentionInterface
 
 from lengthwise.attention import heads, partials
 from lengthwise.cli import verify as cli_verify
@@ -16,7 +15,6 @@ from lengthwise.comm.staged import Slabs
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
 from lengthwise.engine import objective, units
-from lengthwise.models import adapter
 from lengthwise.program import MicrobatchProgram
 from lengthwise.run import building, verify, verify_batch
 from lengthwise.run.rounding import FACTOR, TOLERANCES
@@ -149,31 +147,13 @@ PIPELINE = {"kind": "pipeline", "stages": 2, "virtual": 1}
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    some(
-        [
-            (
-                lambda plan: plan["tokens"].__setitem__(0, 1 + plan["tokens"][0]),
-                "a plan for 3 ranks and the first batch",
-            ),
-            (lambda plan: plan["requires"].append("teleport"), "teleport"),
-            (lambda plan: plan["microbatches"].pop(), "sequence"),
-            (lambda plan: plan["microbatches"][2].update(ranks=[7]), "7"),
-            (lambda plan: plan.update(schema="lengthwise.plan/9"), "lengthwise.plan/1"),
-            (lambda plan: plan.update(ranks=4), "3 ranks"),
-            (lambda plan: plan.update(capacity=3), "at most 3 tokens held"),
-            (lambda plan: plan["microbatches"][2].update(offload=0.5), "offload"),
-            (lambda plan: plan.update(schedule={"kind": "waves"}), "waves"),
-            (
-                lambda plan: plan.update(schedule=PIPELINE, requires=["shares", "pipeline"]),
-                "for a run without `stages`",
-            ),
-            (three_heads, "a divisor of the model's 4 attention heads; got 3"),
-        ],
-        0,
-        3,
-        9,
-        10,
-    ),
+    [
+        (lambda plan: plan["tokens"].__setitem__(0, 1 + plan["tokens"][0]), "a plan for 3 ranks and the first batch"),
+        (lambda plan: plan["microbatches"][2].update(ranks=[7]), "7"),
+        more(lambda plan: plan.update(ranks=4), "3 ranks"),
+        (lambda plan: plan.update(schedule=PIPELINE, requires=["shares", "pipeline"]), "for a run without `stages`"),
+        (three_heads, "a divisor of the model's 4 attention heads; got 3"),
+    ],
 )
 def test_verify_refuses_a_plan_that_does_not_fit(run_file, capfd, change, said):
     path = hand_plan(run_file, change)
@@ -185,9 +165,7 @@ def test_verify_refuses_a_plan_that_does_not_fit(run_file, capfd, change, said):
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize(
-    "text", some([None, b"", b"{", b"[]", b'{"schema": "lengthwise.plan/1"}', b"\xed\xa0\x80"], 0, 4)
-)
+@pytest.mark.parametrize("text", [None, b'{"schema": "lengthwise.plan/1"}', more(b"\xed\xa0\x80")])
 def test_verify_refuses_a_broken_plan_file(run_file, capfd, text):
     path = run_file.parent / "broken.json"
     if text is not None:  # else it is not there
@@ -401,10 +379,3 @@ def test_verify_floors_differences_by_the_median_norm():
     found = verify.gradient_differences(gradients, expected)
     assert found["a"] == found["b"] == 0
     assert found["c"] == pytest.approx(2e-9 / (1e-3 * 2))
-
-
-def test_verify_refuses_an_attention_argument_it_does_not_know(run_file, capfd, monkeypatch):
-    attend, functions = adapter._attend, AttentionInterface._global_mapping  # where other tests left it registered
-    monkeypatch.setitem(functions, adapter.ATTENTION_NAME, lambda *given, **keys: attend(*given, bias=3.0, **keys))
-    assert full(run_file, "--ranks", 2) == 2
-    assert "bias=3.0" in capfd.readouterr().err

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import make_plan
 
 from lengthwise.core.errors import ConfigError, PlanError
-from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
+from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import (
     Choice,
     Cost,
@@ -22,7 +21,6 @@ from lengthwise.cost import (
     named_shape,
     plain_cost,
 )
-from lengthwise.planner import score
 
 H100 = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
 NOTHING = PassShares(attention=0.0, linear=0.0, ring=0.0, exchange=0.0)
@@ -225,17 +223,6 @@ def test_step_end_uses_all_links_of_a_node() -> None:
 COEFFICIENTS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds", "hop_seconds")
 
 
-def test_piece_seconds_by_hand() -> None:
-    """Attention and linear work; in a ring hops, and what attention does not hide."""
-    cost = plain_cost(
-        quadratic_seconds=2.0, linear_seconds=3.0, fixed_seconds=100.0, ring_seconds=70.0, hop_seconds=5.0
-    )
-    assert cost.piece_seconds([10, 1], 1) == 2 * (100 + 1) + 3 * 11
-    attention, linear, transfers = 2 * 100 / 4, 3 * 10 / 4, 70 * 10 * 3 / 4
-    assert cost.piece_seconds([10], 4) == attention + linear + (transfers - attention) + 5 * 3
-    assert plain_cost(quadratic_seconds=2.0, ring_seconds=0.1).piece_seconds([100], 4) == 2 * 100 * 100 / 4
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -272,34 +259,6 @@ def test_windowed_layers_count_the_pairs_they_see(window):
         assert cost.piece_seconds([length], 1) == pytest.approx(expected)
         assert cost.compute_seconds(np.array([length]))[0] == pytest.approx(expected)
         assert cost.ring_piece_seconds(np.array([length]), np.array([1]))[0] == pytest.approx(expected)
-
-
-ANALYTIC = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
-
-
-def test_recompute_prices_one_more_forward_and_attention_only_where_it_is_run_again():
-    """A third of the linear work and of overhead, a quarter of attention and of what a ring passes on."""
-    cost = plain_cost(
-        quadratic_seconds=1.0, linear_seconds=300.0, fixed_seconds=30.0, ring_seconds=1e4, hop_seconds=7.0
-    )
-    layer, kept = cost.recomputing("layer"), cost.recomputing("all_but_attention")
-    assert layer.fixed_seconds == kept.fixed_seconds == pytest.approx(40.0)
-    attention, linear, transfers = 100.0 * 100, 300.0 * 100, 1e4 * 100
-    assert cost.piece_seconds([100], 2) == pytest.approx((transfers + linear) / 2 + 7)
-    assert kept.piece_seconds([100], 2) == pytest.approx((transfers + linear * 4 / 3) / 2 + 7)
-    assert layer.piece_seconds([100], 2) == pytest.approx((transfers * 5 / 4 + linear * 4 / 3) / 2 + 7 * 3 / 2)
-    assert layer.compute_seconds(np.array([100]))[0] == pytest.approx(attention * 5 / 4 + linear * 4 / 3)
-
-
-def test_score_prices_each_microbatch_by_its_own_kind():
-    cost = Cost(quadratic_seconds=7.0, linear_seconds=3.0, fixed_seconds=3.0)
-    plan = make_plan(1, [2, 2, 2], [Piece(ranks=(0,), sequences=(i,)) for i in range(3)])
-    kinds = ("none", "layer", "all_but_attention")
-    mixed = replace(
-        plan, microbatches=tuple(replace(m, recompute=k) for m, k in zip(plan.microbatches, kinds, strict=True))
-    )
-    assert score(plan, cost).makespan_seconds == pytest.approx(3 * (28 + 6 + 3))
-    assert score(mixed, cost).makespan_seconds == pytest.approx((28 + 6 + 3) + (36 + 8 + 4) + (28 + 8 + 4))
 
 
 LLAMA_7B = named_shape("llama-7b")

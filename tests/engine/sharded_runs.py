@@ -8,7 +8,7 @@ from testing.laid import freed_parameters
 from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel
-from lengthwise.comm import Mesh
+from lengthwise.comm import Lone, Mesh
 from lengthwise.core.plan import Piece
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double, wrapped_layers
@@ -31,6 +31,16 @@ WAVES_OF_NODES = [
     [Piece(ranks=(0,), sequences=(4,))],
 ]
 KINDS = ("none", "layer", "all_but_attention")
+
+
+class OneOfSame(Lone):
+    """One of ranks that all have the same slices, the others nothing to add."""
+
+    def all_gather(self, output, source):
+        output.view(self.world_size, -1).copy_(source)
+
+    def reduce_scatter(self, output, source):
+        output.copy_(source.view(self.world_size, -1)[0])
 
 
 def in_waves(plan, *recompute, offload=0.0):

@@ -13,27 +13,15 @@ from testing import make_batch, make_plan, tiny_family_config
 from testing.laid import freed_parameters
 from transformers import AutoModelForCausalLM
 
+from engine.sharded_runs import OneOfSame
 from lengthwise.attention import FlashCpuKernel
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import Lone, Mesh, SoloTransport
+from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 
 TOKENS, VOCAB, LAYERS = 12, 48, (1, 3)
-
-
-class OneOfTwo(Lone):
-    """Collectives of the first of two ranks, of which the other has the same slices and nothing to add."""
-
-    def __init__(self):
-        super().__init__(0, 2)
-
-    def all_gather(self, output, source):
-        output.view(2, -1).copy_(source)
-
-    def reduce_scatter(self, output, source):
-        output.copy_(source.view(2, -1)[0])
 
 
 class OneDocument:
@@ -89,7 +77,7 @@ def planned_calls(layers, recompute, kernel, *, is_freed=False):
     """Count those of one more microbatch; of parameters that lie over two ranks where it `is_freed`."""
     model, found = model_of(layers, ATTENTION_NAME), []
     if is_freed:
-        freed_parameters(model, OneOfTwo(), dtype=torch.float32)
+        freed_parameters(model, OneOfSame(0, 2), dtype=torch.float32)
     for number in (1, 2):
         plan = make_plan(1, [TOKENS] * number, [[Piece(ranks=(0,), sequences=(i,))] for i in range(number)])
         plan = replace(plan, microbatches=tuple(replace(each, recompute=recompute) for each in plan.microbatches))

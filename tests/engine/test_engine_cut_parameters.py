@@ -23,11 +23,12 @@ from testing import (
     tiny_family_config,
 )
 from testing.laid import whole_parameters
+from testing.late import LateTransport
 from testing.peaks import kept_bytes
 from testing.strict import StrictWorld
 from torch.distributed.fsdp import fully_shard
 
-from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, WAVES_OF_NODES, build, in_waves, run, shard
+from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES, WAVES_OF_NODES, OneOfSame, build, in_waves, run, shard
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import ModelRefused
@@ -295,38 +296,6 @@ def test_what_the_optimizer_leaves_on_the_device_is_what_the_memory_model_counts
             assert found == pytest.approx((1, 1), rel=0.05), layout
 
 
-class FirstOfMany(SoloTransport):
-    """Rank 0 of several without the others: buffers are those of a transport that moves when it is waited for."""
-
-    def __init__(self, ranks=4):
-        super().__init__()
-        self.world_size = ranks
-
-    def among(self, groups):
-        return FirstOfMany(len(groups[0]))
-
-    def all_gather(self, output, source):
-        output.view(self.world_size, -1).copy_(source)
-
-    def reduce_scatter(self, output, source):
-        output.copy_(source.view(self.world_size, -1)[0])
-
-    def all_gather_async(self, output, source, *, key=None, among=None):
-        return Later(lambda: self.all_gather(output, source))
-
-    def reduce_scatter_async(self, output, source, *, key=None, among=None):
-        return Later(lambda: self.reduce_scatter(output, source))
-
-
-class Later:
-    def __init__(self, move):
-        self._move = move
-
-    def wait(self):
-        self._move()
-        self._move = None
-
-
 @pytest.mark.parametrize(("tied", "per_node"), [(False, 4), (True, 4), (False, 2)])
 def test_what_is_gathered_is_what_the_memory_model_counts(tied, per_node):
     """Of a wave with next to no tokens, in bf16."""
@@ -335,7 +304,7 @@ def test_what_is_gathered_is_what_the_memory_model_counts(tied, per_node):
     model = build(vocab_size=words, tie_word_embeddings=tied, **sizes)
     layer = sum(each.numel() for each in model.model.layers[0].parameters())
     plan = in_waves(make_plan(4, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4), "layer")
-    transport = FirstOfMany()
+    transport = LateTransport(OneOfSame(0, 4))
     parameters = shard(model, transport, torch.bfloat16, per_node)
     with LiveBytes(*model.parameters(), *parameters.tensors()) as live:
         run(model, parameters, transport, plan, (2,), dtype=torch.bfloat16)

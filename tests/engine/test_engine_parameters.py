@@ -11,19 +11,11 @@ from testing.strict import StrictWorld
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lengthwise.comm import SoloTransport
+from lengthwise.comm import Lone, SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import ModelRefused
 from lengthwise.engine.live_bytes import LiveBytes
 from lengthwise.engine.optimizer import sliced_optimizer
-
-
-class Rank(SoloTransport):
-    """A rank of a larger world that nobody answers: enough to look at its slice."""
-
-    def __init__(self, rank, world_size):
-        super().__init__()
-        self.rank, self.world_size = rank, world_size
 
 
 def as_one(layout, shards):
@@ -49,7 +41,7 @@ def test_slices_cover_every_parameter_once_with_its_own_decay(layers, world_size
     for rank in range(world_size):
         own = copy.deepcopy(model)
         flat = whole_parameters(
-            own, Rank(rank, world_size), dtype=torch.float32, layers=[*own], bucket_entries=bucket_entries
+            own, Lone(rank, world_size), dtype=torch.float32, layers=[*own], bucket_entries=bucket_entries
         )
         weights, decayed = (
             torch.full_like(flat.grad_shard, float("nan")),
@@ -78,7 +70,7 @@ def test_flat_start_needs_no_more_than_is_kept(dtype, a_parameter, world_size):
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(6)))
     entries = 6 * 512 * 512
     with LiveBytes(*model.parameters()) as live:
-        flat = whole_parameters(model, Rank(0, world_size), dtype=dtype, layers=[*model], bucket_entries=1)
+        flat = whole_parameters(model, Lone(0, world_size), dtype=dtype, layers=[*model], bucket_entries=1)
     exact_alone = world_size == 1 and dtype == torch.float32
     shard = 0 if exact_alone else 4 if world_size == 1 else 8 / world_size  # the rest of 16/W are moments
     assert live.peak_bytes <= entries * (a_parameter + shard) + 8192

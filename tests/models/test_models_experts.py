@@ -107,13 +107,6 @@ def test_which_experts_and_why(asked, changes, implementation, reason):
             choose_experts("grouped_mm", needs(**changes))
 
 
-def test_grouped_products_are_refused_before_any_process_starts():
-    mixture = tiny_family_config("mixtral")
-    with pytest.raises(ConfigError, match="bf16 and fp32, not float64"):
-        check_computing(mixture, Computing(experts="grouped_mm"), dtype=torch.float64, on_gpus=False)
-    check_computing(mixture, Computing(experts="grouped_mm"), dtype=torch.float32, on_gpus=False)
-
-
 def test_only_this_model_changes():
     """`verify` builds a plain model from the same source."""
     source = ModelSource(name="mixtral", config=tiny_family_config("mixtral"), weights=False)

@@ -96,9 +96,6 @@ def test_waves_and_offload_keep_states_and_halos_exact(family):
         (DELTA, None, 1),
         (MAMBA2, ["full_attention", "linear_attention", "moe", "mlp"], 1),  # the last stage mixes no tokens
         more(MAMBA2, ["mlp", "linear_attention", "moe", "linear_attention"], 2),  # no stage attends
-        more("falcon_h1", None, 1),
-        more("bamba", None, 1),
-        more(CONVOLUTION, None, 1),
     ],
 )
 def test_stages_pass_states_between_their_replicas(family, kinds, virtual):

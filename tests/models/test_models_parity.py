@@ -114,18 +114,6 @@ def check_parity(got, want, precision):
     assert errors[worst] <= gradient_bar, f"{worst}: {errors[worst]}"
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt-oss"])
-def test_any_number_of_ranks_equals_plain_hugging_face(family):
-    """All families are in `test_models_families`."""
-    want = run_plain(family, BATCH, "fp64")
-    for ranks in (1, 2, 5):
-        plan = planned(ranks)
-        # Documents must meet in one forward, or nothing would show that they are kept apart.
-        assert any(sum(len(piece.sequences) for piece in m.pieces) > 1 for m in plan.microbatches)
-        assert (plan.ring_tokens > 0) == (ranks > 1)
-        check_parity(run_planned(family, plan, BATCH, "fp64"), want, "fp64")
-
-
 def test_fp32_error_is_near_that_of_one_process():
     """At most 3 x the one-process fp32 error against fp64, + 1e-6."""
     batch = make_batch(LENGTHS, vocab=48, seed=1)
@@ -162,25 +150,6 @@ def mean_errors(found, exact):
 
 def total_error(gradients, exact):
     return sum((gradients[n].double() - exact[n]).square().sum().item() for n in exact) ** 0.5
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_bf16_error_of_mixtures_is_near_that_of_one_device(family):
-    """The median over five batches of all gradients together is at most 1.5 x one device's.
-
-    Not each batch and each tensor: bf16 sends a token that two experts want alike now to one, now to the other, in one
-    process as under a plan, and one such token moves an expert's gradient by far more than rounding does. Measured
-    over six batches on 1, 3 and 5 ranks: medians 0.82 to 1.28, single batches 0.27 to 6.6.
-    """
-    ratios = []
-    for seed in range(1, 6):
-        batch = make_batch(LENGTHS, vocab=48, seed=seed)
-        exact = run_plain(family, batch, "fp64", weights="bf16")[1]
-        alone = run_plain(family, batch, "bf16", weights="bf16")[1]
-        got = run_planned(family, planned(3), batch, "bf16", weights="bf16")[1]
-        ratios.append(total_error(got, exact) / total_error(alone, exact))
-    assert sorted(ratios)[2] <= 1.5
 
 
 def test_gradient_does_not_scale_with_ranks_or_microbatches():

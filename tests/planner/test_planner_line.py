@@ -59,27 +59,6 @@ def test_place_rings_backfills_at_the_end_of_a_hole_where_it_is_quicker() -> Non
     assert waits == [(3, -1, 2, 5.0), (4, -1, 2, 5.0), (5, -1, 2, 5.0), (6, 1, 2, 1.0), (7, 1, 2, 1.0)]
 
 
-@given(data=st.data(), ranks=st.integers(2, 17))
-def test_place_rings_backfilled_never_lets_two_rings_meet(data: st.DataObject, ranks: int) -> None:
-    rows = data.draw(st.lists(st.tuples(st.integers(2, ranks), st.integers(1, 30)), max_size=40))
-    rows = sorted(rows, key=lambda row: -row[0])
-    line = place_rings([(i, degree, float(time)) for i, (degree, time) in enumerate(rows)], ranks, backfilled=True)
-    assert sorted(ring.sequence for ring in line.rings) == list(range(len(rows)))
-    clock, last = np.zeros(ranks), np.full(ranks, -1)
-    waits = {(before, rank): (after, seconds) for rank, after, before, seconds in line.gaps.longest_first(0.0)}
-    for number, ring in enumerate(line.rings):
-        assert (ring.degree, ring.seconds) == rows[ring.sequence]
-        taken = range(ring.first, ring.first + ring.degree)
-        assert all(clock[rank] <= ring.start_seconds for rank in taken)
-        for rank in taken:
-            if clock[rank] < ring.start_seconds:
-                assert waits.pop((number, rank)) == (last[rank], ring.start_seconds - clock[rank])
-            clock[rank], last[rank] = ring.start_seconds + ring.seconds, number
-    assert not waits
-    assert clock.tolist() == line.free.tolist()
-    assert last.tolist() == line.last.tolist()
-
-
 LINEAR = Cost(linear_seconds=1.0)
 
 
@@ -102,34 +81,6 @@ def test_pack_skyline_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
     cost = plain_cost(linear_seconds=1.0, hop_seconds=50.0)
     line = pack_skyline(_moldable(cost, (100, 3, 8)), Topology(cost, 5), cost)
     assert [ring.degree for ring in line.rings] == [3]
-
-
-@given(
-    rings=st.lists(st.tuples(st.integers(1, 500), st.integers(2, 13), st.integers(0, 30)), max_size=40),
-    ranks=st.integers(13, 40),
-    hop=st.sampled_from([0.0, 3.0]),
-    fixed=st.sampled_from([0.0, 7.0]),
-)
-def test_pack_skyline_places_each_ring_once_where_its_ranks_are_free(rings, ranks, hop, fixed):
-    cost = plain_cost(linear_seconds=1.0, quadratic_seconds=0.01, fixed_seconds=fixed, hop_seconds=hop)
-    widest_first = sorted(rings, key=lambda ring: -ring[1])
-    moldable = _moldable(cost, *((length, degree, degree + more) for length, degree, more in widest_first))
-    line = pack_skyline(moldable, Topology(cost, ranks), cost)
-    placed = line.rings
-    assert sorted(ring.sequence for ring in placed) == list(range(len(rings)))
-    waits = {(before, rank): seconds for rank, _, before, seconds in line.gaps.longest_first(0.0)}
-    clock = np.zeros(ranks)
-    for number, ring in enumerate(placed):
-        asked = moldable[ring.sequence]
-        assert asked.degree <= ring.degree <= asked.most
-        assert 0 <= ring.first <= ring.first + ring.degree <= ranks
-        start = clock[ring.first : ring.first + ring.degree].max()
-        for rank in range(ring.first, ring.first + ring.degree):
-            assert waits.pop((number, rank), 0.0) == start - clock[rank]
-        seconds = cost.piece_seconds([asked.length], ring.degree) + fixed
-        clock[ring.first : ring.first + ring.degree] = start + seconds
-    assert not waits
-    assert clock.tolist() == line.free.tolist()
 
 
 def test_pack_skyline_stays_inside_a_node_where_its_neighbour_lies_across_its_border() -> None:

@@ -23,38 +23,6 @@ def test_bundles_hold_each_ring_once_within_room_and_time(rows: list[tuple[int, 
         assert len(bundle.sequences) == 1 or (bundle.held_tokens <= 100 and bundle.seconds <= most_seconds * 1.02)
 
 
-@given(
-    ranks=st.integers(1, 6),
-    degrees=st.lists(st.integers(1, 6), max_size=12),
-    lengths=st.lists(st.integers(1, 50), max_size=60),
-    ramp=st.integers(0, 3),
-)
-def test_slots_place_everything_once_and_within_room(
-    ranks: int, degrees: list[int], lengths: list[int], ramp: int
-) -> None:
-    bundles = [
-        Bundle((len(lengths) + i,), min(degree, ranks), 30, 30.0) for i, degree in enumerate(degrees) if ranks > 1
-    ]
-    weights = np.array([0.5**step for step in range(ramp, 0, -1)] + [1.0] * 30)
-    slots = MicrobatchSlots(ranks, weights, bundles, 50)
-    local = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    ordered = np.array(sorted(lengths, reverse=True), dtype=np.int64)
-    total = sum(lengths) + sum(bundle.degree * 30 for bundle in bundles)
-    assert slots.fill(ordered, ordered.astype(float), slots.targets(total / ranks))
-    tokens = dict(enumerate(lengths))
-    seen, line = [], []
-    for microbatch in slots.microbatches(np.array(local, dtype=np.int64)):
-        held = dict.fromkeys(microbatch.ranks, 0)
-        for piece in microbatch.pieces:
-            seen += piece.sequences
-            line += piece.ranks
-            for rank in piece.ranks:
-                held[rank] += sum(tokens.get(i, 30) for i in piece.sequences)
-        assert max(held.values()) <= 50
-    assert sorted(seen) == list(range(len(lengths))) + [i for bundle in bundles for i in bundle.sequences]
-    assert set(line) <= set(range(ranks))
-
-
 def test_slots_level_ranks_beside_rings_and_keep_the_order_of_sizes() -> None:
     weights = np.array([0.25, 0.5, 1.0, 1.0, 1.0, 0.5, 0.25])
     slots = MicrobatchSlots(3, weights, [Bundle((0,), 2, 40, 40.0)], 1000)

@@ -19,7 +19,7 @@ from lengthwise.planner.placement.level_ends import (
     level_ends,
 )
 from lengthwise.planner.placement.line import Gaps
-from lengthwise.planner.placement.short_sequences import ShortSequences, full_packs
+from lengthwise.planner.placement.short_sequences import ShortSequences
 
 
 def _short(lengths: list[int]) -> ShortSequences:
@@ -82,17 +82,6 @@ def test_packs_hold_every_sequence_once_within_capacity(lengths, gaps, ranks, la
     beside = [(pack.rank, pack.beside) for pack in packs if pack.beside is not None]
     assert len(set(beside)) == len(beside)
     assert all(sum(short.lengths[i] for i in pack.sequences) <= room for pack in packs if pack.beside is not None)
-
-
-@given(lengths=st.lists(st.integers(1, 50), max_size=60))
-def test_full_packs_hold_each_once_and_close_only_when_nothing_fits(lengths: list[int]) -> None:
-    lengths = sorted(lengths)
-    packs = full_packs(list(range(len(lengths))), lengths, 50)
-    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
-    for number, pack in enumerate(packs):
-        room = 50 - sum(lengths[i] for i in pack)
-        assert room >= 0
-        assert all(lengths[i] > room for later in packs[number + 1 :] for i in later)
 
 
 def test_level_ends_prefers_room_to_a_launch() -> None:

@@ -7,8 +7,6 @@ from dataclasses import replace
 from math import inf
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster, LayerCut
@@ -19,8 +17,6 @@ from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.schedules.pipeline import pipeline_schedule
 from lengthwise.planner.schedules.shelves import Shelving, plan_shelves, write_shelves
 from lengthwise.planner.search import plan_lengthwise
-from lengthwise.program import check_plan
-from properties import costly
 
 TERMS = plain_cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3)
 
@@ -29,28 +25,6 @@ def _plans(request: PlanRequest) -> list[Plan]:
     schedule = pipeline_schedule(request.cut)
     found = [write_shelves(request, each) for each in plan_shelves(request)]
     return [replace(request.draft(each), layers=64, schedule=schedule, requires=("pipeline",)) for each in found]
-
-
-@costly
-@given(
-    ranks=st.sampled_from((1, 2, 3, 5, 7, 24)),
-    tokens=st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.integers(1, 900), min_size=1, max_size=25),
-    stages=st.sampled_from((2, 3, 5)),
-    virtual=st.sampled_from((1, 2)),
-    cost=st.sampled_from((TERMS, Cost(linear_seconds=1.0), Cost(fixed_seconds=1.0))) | st.none(),
-)
-def test_shelves_hold_any_lengths_on_any_ranks(
-    ranks: int, tokens: list[int], stages: int, virtual: int, cost: Cost | None
-) -> None:
-    cost = cost or all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=stages)
-    cluster = Cluster(ranks=ranks, capacity_tokens=97)
-    lengths = tuple(min(length, cluster.longest_tokens) for length in tokens)
-    request = PlanRequest(tokens=lengths, cluster=cluster, cost=cost, stages=stages, virtual=virtual)
-    plans = _plans(request)
-    assert plans
-    for plan in plans:
-        check_plan(plan)
-    assert [plan.microbatches for plan in _plans(replace(request))] == [plan.microbatches for plan in plans]
 
 
 def test_rings_of_like_length_follow_on_the_same_ranks() -> None:

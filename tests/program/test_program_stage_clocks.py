@@ -13,17 +13,15 @@ from lengthwise.core.plan import Piece
 from lengthwise.core.shape import LayerCut
 from lengthwise.program.stage_clocks import stage_clocks
 from properties import costly
-from tiers import more
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, more(4), 5, more(8)])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
 @pytest.mark.parametrize("virtual", [1, 2, 3])
-@pytest.mark.parametrize("forward", [1 / 3, more(1 / 4), more(1 / 2)])
-def test_equal_microbatches_end_after_w_m_v_plus_p_minus_1(stages: int, virtual: int, forward: float) -> None:
+def test_equal_microbatches_end_after_w_m_v_plus_p_minus_1(stages: int, virtual: int) -> None:
     for count in (stages, 2 * stages, 5 * stages):
         seconds = np.full(count, 6.0)
         cut = LayerCut(stages=stages, virtual=virtual)
-        clocks = stage_clocks([(0,)] * count, forward * seconds, (1 - forward) * seconds, cut)
+        clocks = stage_clocks([(0,)] * count, seconds / 3, seconds * 2 / 3, cut)
         chunk_seconds = 6.0 / virtual
         assert clocks.end.max() == pytest.approx(chunk_seconds * (count * virtual + stages - 1), rel=1e-12)
 

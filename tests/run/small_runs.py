@@ -146,18 +146,16 @@ def plain_loss(model, rows, dtype):
     return sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums)
 
 
-def plain_training(
-    folder, rows, steps, *, dtype, lrs, weight_decay=0.1, max_grad_norm=1.0, betas=(0.9, 0.95), make=None
-):
+def plain_training(folder, rows, steps, *, dtype, lrs, beside=None):
     """Train one sequence at a time; return (losses, gradient norms before clipping, model).
 
-    `folder`: of the model, or the model. `make`: from groups of parameters to a torch optimizer in place of AdamW.
+    `folder`: of the model, or the model. `beside`: a loss of the model and a step's rows, added to that of the tokens.
     """
     model = folder if isinstance(folder, torch.nn.Module) else plain_model(folder, dtype)
     decayed = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-    optimizer = make(groups) if make else torch.optim.AdamW(groups, lr=1.0, betas=betas, eps=1e-8)
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
     found, norms = [], []
     for ids, lr in zip(steps, lrs, strict=True):
         optimizer.zero_grad()
@@ -167,9 +165,10 @@ def plain_training(
             loss, _ = row_losses(model, rows[i], dtype)
             (loss / tokens).backward()
             total += loss.item()
+        if beside is not None:
+            beside(model, ids).backward()
         norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None))
-        if max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

@@ -10,7 +10,6 @@ from lengthwise.config import load_config
 from lengthwise.core.errors import CallbackError, LengthwiseError
 from lengthwise.run.api import train, verify
 from lengthwise.run.callbacks import Callback
-from lengthwise.session import engine
 from run.small_runs import make_rows, read_lines, write_run
 
 
@@ -101,13 +100,3 @@ def test_train_names_a_callback_that_raises(tmp_path, capfd, ranks):
 def test_train_refuses_wrong_arguments_by_name(tmp_path, arguments, message):
     with pytest.raises(LengthwiseError, match=message):
         train(**{"run": write_run(tmp_path, make_rows([5, 6])), **arguments})
-
-
-def test_train_has_the_same_losses_chunked_and_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "logits_at_once", lambda words, **_: 7 * words)  # 7 tokens a chunk
-    path, losses = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, precision="fp64"), {}
-    for loss in ("chunked", "whole"):
-        train(path, ranks=2, overrides=[f"loss={loss}"], overwrite=True)
-        losses[loss] = [row["loss"] for row in read_lines(tmp_path / "out/metrics.jsonl")]
-    assert losses["chunked"] == pytest.approx(losses["whole"], rel=1e-12)
-    assert losses["chunked"] != losses["whole"], "sums in another order"

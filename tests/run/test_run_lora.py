@@ -15,16 +15,12 @@ from run.small_runs import (
     call,
     losses,
     make_rows,
-    plain_loss,
-    plain_model,
-    relative,
-    steps_of,
     train,
     write_run,
 )
 from tiers import more
 
-peft = pytest.importorskip("peft", minversion="0.21")
+pytest.importorskip("peft", minversion="0.21")
 
 # peft itself asks transformers for a property that is going out of use.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -76,23 +72,10 @@ def test_lora_verifies_and_would_notice_adapters_that_are_scaled_otherwise(tmp_p
     assert "FAIL" in capsys.readouterr().out
 
 
-def test_lora_saves_what_peft_opens_and_begins_as_the_model(tmp_path, capsys):
-    output = train(run_file(tmp_path, steps=6, optimizer={"lr": 0.02}), "--ranks", 2)
-    assert "lora    r 4, lora_alpha 16, on q_proj, v_proj, down_proj" in capsys.readouterr().out
-    assert {each.name for each in (output / "model").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    saved = json.loads((output / "model/adapter_config.json").read_text())
-    assert (saved["base_model_name_or_path"], saved["inference_mode"]) == (str(tmp_path / "model"), True)
-    opened, base = peft.AutoPeftModelForCausalLM.from_pretrained, plain_model(tmp_path / "model", torch.float64)
-    ids = torch.arange(20)[None]
-    before, after = (each(input_ids=ids).logits for each in (base, opened(output / "model", dtype=torch.float64)))
-    assert (after - before).norm() > 1e-3 * before.norm()
-    rows = make_rows(LENGTHS)
-    exact = plain_loss(base, [rows[i] for i in steps_of(output)[0]], torch.float64)
-    assert relative(losses(output)[0], exact) < 1e-7, "B starts from zeros"
-
-
-def test_lora_goes_on_from_the_adapter_that_it_saved(tmp_path):
+def test_lora_goes_on_from_the_adapter_that_it_saved(tmp_path, capsys):
     first = train(run_file(tmp_path, capacity_tokens=64))
+    assert "lora    r 4, lora_alpha 16, on q_proj, v_proj, down_proj" in capsys.readouterr().out
+    assert json.loads((first / "model/adapter_config.json").read_text())["inference_mode"]
     keys = {"steps": 1, "capacity_tokens": 64, "optimizer": {"lr": 0.0}, "output": "more"}
     train(run_file(tmp_path, lora={"adapter": "out/model"}, **keys))
     saved, more = (load_file(tmp_path / name / "model/adapter_model.safetensors") for name in ("out", "more"))

@@ -91,7 +91,7 @@ def test_learning_rates_are_transformers_right_after_a_resume_too_and_the_newest
 
 
 @pytest.mark.parametrize("keys", [more({"sequences": 3}), {"tokens": 64}], ids=str)
-@pytest.mark.parametrize("after", some(range(3, 9), 3))
+@pytest.mark.parametrize("after", some(range(4, 7), 2))
 def test_no_sequence_is_taken_twice_or_left_out(tmp_path, keys, after):
     """Two faults in one run, at the border of an epoch too; 3 steps an epoch by sequences."""
     path = run_of(tmp_path, steps=None, epochs=3, global_batch=keys, checkpoint={**EVERY, "every_steps": 1})
@@ -182,13 +182,12 @@ def negative_moment(path: Path) -> None:
     change_state(path.parent, "exp_avg_sq", lambda values: -1 - values, rank=1)
 
 
-@pytest.mark.parametrize("ranks", some([1, 2, 3], 2))
 @pytest.mark.parametrize("damage", [break_bit, swap, negative_moment])
-def test_a_damaged_file_is_named_before_anything_changes(broken, capsys, damage, ranks):
+def test_a_damaged_file_is_named_before_anything_changes(broken, capsys, damage):
     damage(broken.parent / "out/checkpoints/step-000004/rank-00001.safetensors")
     before = contents(broken.parent / "out")
     capsys.readouterr()
-    assert call("train", broken, "--ranks", ranks, "--resume") == 2
+    assert call("train", broken, "--ranks", 3, "--resume") == 2
     told = capsys.readouterr().err
     assert ("exp_avg_sq" if damage is negative_moment else "SHA-256") in told
     assert "step-000004/rank-0000" in told

@@ -10,14 +10,11 @@ from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan
 from run.small_runs import (
     METRIC_KEYS,
-    VOCAB,
     call,
     losses,
     make_rows,
-    plain_model,
     plain_training,
     read_lines,
-    relative,
     steps_of,
     train,
     write_run,
@@ -27,42 +24,6 @@ from tiers import more
 pytestmark = pytest.mark.usefixtures("checked_transfers")
 
 LENGTHS = (37, 1, 5, 90, 2, 16, 64, 23, 8, 1, 41, 12, 33, 95)
-
-
-def mixed_rows():
-    """Own labels, fully masked rows and one-token rows among ordinary ones."""
-    rows = make_rows(LENGTHS, seed=3)
-    rows[0]["labels"] = [-100] * 20 + rows[0]["input_ids"][20:]
-    rows[6]["labels"] = [(3 * token + 1) % VOCAB for token in rows[6]["input_ids"]]
-    rows[7]["labels"] = [-100] * 23
-    rows[13]["labels"] = [5, *[-100, 7] * 47]
-    return rows
-
-
-@pytest.mark.parametrize(
-    ("ranks", "optimizer", "lrs"),
-    [
-        more(1, {"lr": 3e-3, "weight_decay": 0.5}, [3e-3] * 3),
-        (2, {"lr": 3e-3, "weight_decay": 0.0, "max_grad_norm": None, "betas": [0.5, 0.8]}, [3e-3] * 3),
-        (3, {"lr": 3e-3, "weight_decay": 0.5, "max_grad_norm": 0.1, "warmup_steps": 4}, [0.0, 0.75e-3, 1.5e-3]),
-    ],
-)
-def test_train_parameters_equal_a_plain_adamw_loop(tmp_path, ranks, optimizer, lrs):
-    rows = mixed_rows()
-    path = write_run(tmp_path, rows, global_batch={"sequences": 6}, optimizer=optimizer, capacity_tokens=48)
-    output = train(path, "--ranks", ranks, *(["--set", "capacity_tokens=95"] if ranks == 1 else []))
-    found = read_lines(output / "metrics.jsonl")
-    assert [row["lr"] for row in found] == pytest.approx(lrs, rel=1e-12)
-    keys = {key: optimizer[key] for key in ("weight_decay", "max_grad_norm", "betas") if key in optimizer}
-    expected, norms, model = plain_training(
-        tmp_path / "model", rows, steps_of(output), dtype=torch.float64, lrs=lrs, **keys
-    )
-    for row, loss, norm in zip(found, expected, norms, strict=True):
-        assert relative(row["loss"], loss) < 1e-11
-        assert relative(row["grad_norm"], norm) < 1e-9
-    trained = dict(plain_model(output / "model", torch.float64).named_parameters())
-    for name, parameter in model.named_parameters():
-        assert (trained[name] - parameter).abs().max() < 1e-9, name
 
 
 def test_train_ledger_covers_every_epoch_once_whatever_the_ranks_and_planner_and_metrics_have_a_line_a_step(tmp_path):

@@ -4,10 +4,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from testing import run_ranks, tiny_family_config
-from testing.families import enliven
 from transformers import AutoModelForCausalLM
 
 from lengthwise.comm import SoloTransport, World
@@ -20,7 +18,7 @@ from lengthwise.run.launch import threads_of_each
 from lengthwise.run.prepared_run import prepare
 from lengthwise.session import start
 from run.small_runs import call, make_rows, read_lines, write_model, write_run
-from run.test_run_sharded import LENGTHS, largest_difference, trained, words
+from run.test_run_sharded import LENGTHS, largest_difference, outcome, trained, words
 from tiers import more
 
 KEYS = {"capacity_tokens": 96, "steps": 3, "global_batch": {"sequences": 6}, "device": "cpu"}
@@ -74,20 +72,6 @@ def test_routers_are_counted_through_the_stages(tmp_path, request):
     assert balance[1] == pytest.approx(balance[0], rel=1e-6)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("family", ["nemotron_h", "falcon_h1", "bamba", "qwen3_5_text"])
-def test_models_with_states_have_the_numbers_of_one_rank(tmp_path, request, family):
-    folder = tmp_path / family
-    torch.manual_seed(0)
-    enliven(AutoModelForCausalLM.from_config(tiny_family_config(family, {"vocab_size": 64}))).save_pretrained(folder)
-    path = write_run(tmp_path, make_rows(LENGTHS), model=folder, **KEYS)
-    one, whole = trained(path, "one", ranks=1)
-    request.getfixturevalue("checked_transfers")
-    found, model = trained(path, "staged", "--set", "stages=2", ranks=4)
-    assert found == pytest.approx(one, rel=1e-6)  # parts of these models are in fp32
-    assert largest_difference(model, whole) < 1e-6
-
-
 @pytest.mark.parametrize(("ranks", "keys", "said"), [
     (3, {"stages": 2}, "ranks: expected a multiple of the 2 stages; got 3"),
     (8, {"stages": 4}, "stages: expected stages x virtual of at most the 3 layers; got 4 x 1"),
@@ -132,10 +116,9 @@ def test_a_run_goes_on_in_other_stages_on_other_ranks(tmp_path, before, after, t
     assert largest_difference(exported, saved) == 0.0
     shutil.rmtree(tmp_path / "staged/checkpoints/step-000003")
     assert call("train", path, *cut(*after), "--resume") == 0
-    found = [[row["loss"], row["grad_norm"]] for row in read_lines(tmp_path / "staged/metrics.jsonl")]
-    assert [number for row in found for number in row] == pytest.approx(losses, rel=1e-11)
-    (saved,) = (tmp_path / "staged/model").glob("*.safetensors")
-    assert largest_difference(load_file(saved), whole) < 1e-12
+    found, model = outcome(tmp_path / "staged")
+    assert found == pytest.approx(losses, rel=1e-11)
+    assert largest_difference(model, whole) < 1e-12
 
 
 def test_adapters_in_stages_are_those_of_one_rank_with_the_same_dropout(tmp_path, capfd):
@@ -172,7 +155,6 @@ def test_layers_are_cut_by_what_was_measured_and_a_run_goes_on_at_another_cut(tm
     shutil.rmtree(tmp_path / "staged/checkpoints/step-000003")
     assert call("train", path, *cut[:-1], "--resume") == 0
     assert "of layers 0 to 1 | 2 to 3" in words(capfd.readouterr().out)
-    found = [[row["loss"], row["grad_norm"]] for row in read_lines(tmp_path / "staged/metrics.jsonl")]
-    assert [number for row in found for number in row] == pytest.approx(losses, rel=1e-11)
-    (saved,) = (tmp_path / "staged/model").glob("*.safetensors")
-    assert largest_difference(load_file(saved), whole) < 1e-12
+    found, model = outcome(tmp_path / "staged")
+    assert found == pytest.approx(losses, rel=1e-11)
+    assert largest_difference(model, whole) < 1e-12

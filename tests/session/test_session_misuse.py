@@ -342,6 +342,8 @@ ODD_STATES = [
         "0, betas: expected 2",
     ),
     (set_to([], "master_weights"), "state, master_weights: expected tensors by the names of parameters; got a list"),
+    (set_to({}, "optimizer"), "optimizer: expected state and param_groups; got an empty one"),
+    (set_to({}, "master_weights"), "self_attn.k_proj.weight: expected (16, 32); got nothing"),
     (set_to(5, "optimizer", "param_groups", 0, "params"), "state: expected the result of state_dict; got TypeError"),
     (set_to([1.0], "master_weights", "lm_head.weight"), "lm_head.weight: expected a floating-point tensor (64, 32)"),
 ]
@@ -360,6 +362,7 @@ def test_a_state_of_the_wrong_kind_is_named_on_all_ranks_and_changes_nothing(tmp
                 if rank == 0:
                     change(other)
                 found.append(said(partial(session.load_state_dict, other)))
+            assert "on rank 0; got None" in said(partial(session.load_state_dict, None))
             norms = [session.backward(ROWS).grad_norm]
             session.optimizer.zero_grad()
             session.load_state_dict(state)

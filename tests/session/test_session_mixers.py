@@ -35,9 +35,8 @@ def hybrid(family, *, lora):
     [
         ("qwen3_5_text", True, {"shard": "zero3", "recompute": "layer"}, 2),
         *(
-            more(family, lora, {"shard": shard}, 2)
+            more(family, True, {"shard": shard}, 2)
             for family in ("qwen3_5_text", "nemotron_h", "falcon_h1", "lfm2")
-            for lora in (False, True)
             for shard in ("zero1", "zero3")
         ),
         more("qwen3_5_text", False, {"stages": 2, "recompute": "layer"}, 4),

@@ -24,17 +24,6 @@ LAYERS = {"num_hidden_layers": 4}
 pytestmark = pytest.mark.usefixtures("checked_transfers")
 
 
-def test_what_stages_do_not_run_with_is_refused_by_name():
-    model = small_model(**LAYERS)
-    for options, word in (
-        ({"stages": 3, "virtual": 2}, "stages: expected stages x virtual of at most the 4 layers; got 3 x 2"),
-        ({"stages": 2}, "ranks: expected a multiple of the 2 stages; got 1"),
-    ):
-        with pytest.raises(LengthwiseError) as refused:
-            Session(model, SGD(model.parameters()), capacity_tokens=64, **options)
-        assert word in str(refused.value)
-
-
 def test_layers_are_cut_by_what_each_of_them_takes():
     kinds = ["full_attention", "linear_attention", "linear_attention", *["mlp"] * 5]
     config = tiny_family_config("nemotron_h", {"layer_types": kinds, "vocab_size": 8})

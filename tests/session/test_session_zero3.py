@@ -9,7 +9,6 @@ import pytest
 import torch
 from loops import (
     VOCAB,
-    both_loops,
     in_double,
     in_ranks,
     loss_tokens,
@@ -36,21 +35,8 @@ CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 def family_model(family, dtype=torch.float64, **changes):
     torch.manual_seed(0)
     config = tiny_family_config(family, {"vocab_size": VOCAB, **changes})
-    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
-    how = {"attn_implementation": attention, "experts_implementation": "eager", "dtype": dtype}
+    how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": dtype}
     return AutoModelForCausalLM.from_config(config, **how).train()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("shard", ["zero1", "zero3"])
-def test_capped_scores_are_those_of_the_plain_loop(shard, tmp_path):
-    def work(_rank):
-        return both_loops(ADAMW, model=family_model("gemma2"), steps=steps_of(STEPS), shard=shard)
-
-    for loss, norm, weights in in_ranks(in_double(work), 2, tmp_path):
-        assert loss < 1e-13
-        assert norm < 1e-12
-        assert weights < 1e-11
 
 
 def test_routers_are_balanced_over_the_whole_batch(tmp_path):
