@@ -39,7 +39,7 @@ _NAMES = named_alike(
 class PlanInput:
     """A command line that was read; lengths: None if a run file's data are not read yet.
 
-    adapters: parameters that train in place of the model's own; None: all train.
+    adapters: parameters that train in place of the model's own. If None, all train.
     """
 
     config: RunConfig | None

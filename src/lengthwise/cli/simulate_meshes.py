@@ -206,7 +206,7 @@ def compare_ways(
 ) -> Comparison:
     """Compare FSDP2 and Lengthwise on these batches, with a line of progress.
 
-    lora: rank of the adapters that train in place of the model; None: all of it trains. changes: of the scenario.
+    lora: rank of the adapters that train in place of the model. If None, all of it trains. changes: of the scenario.
 
     Raises:
         MemoryShortage: `offloads` is asked for, and a node's hosts have too little memory for it.

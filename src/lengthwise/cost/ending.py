@@ -15,7 +15,7 @@ class Ending:
 
     update_seconds: of the optimizer's update of all parameters, of which each of W ranks does 1 / W.
     clear_seconds: of work that every rank does for itself.
-    reduced_bytes_per_second: rate of the collectives, per rank; None: that of the links.
+    reduced_bytes_per_second: rate of the collectives, per rank. If None, that of the links.
     """
 
     update_seconds: float = 0.0

@@ -218,7 +218,7 @@ def _of_one(sample: Sample) -> float | None:
 
 
 def _rate(moved: Sequence[Sample]) -> Term | None:
-    """Fit bytes per second of messages or copies; None: too few, or no longer for more bytes."""
+    """Fit bytes per second of messages or copies. Return None if they are too few, or take no longer for more bytes."""
     if len({each.num_bytes for each in moved}) < 2:
         return None
     columns = np.array([[1.0, float(each.num_bytes)] for each in moved])

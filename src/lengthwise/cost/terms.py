@@ -66,7 +66,7 @@ class Cost:
     copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
     host_bytes: a device's part of the host memory for offload.
     reduced_bytes: gradients and parameters that the step's end moves per rank; ending: its other costs.
-    traffic: what every wave gathers and sums if parameters are sharded; None: they are not.
+    traffic: what every wave gathers and sums if parameters are sharded, else None.
     stages: pipeline stages of a rank; coefficients are those of one stage; 0: of whatever a plan has.
     stage_bytes: per token, of activations sent from a stage to the next, between nodes.
     embedding_seconds, head_seconds: per token, parts of `linear_seconds` of all stages, used to cut layers; 0: not

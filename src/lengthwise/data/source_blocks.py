@@ -76,8 +76,8 @@ class SourceBlock:
                 yield row if isinstance(row, DataError) else _attempt(parser.take, row, where=f"{self.shown}:{number}")
 
 
-class BlockTask(tuple[SourceBlock, ...]):
-    """BlockTask that one task tokenizes."""
+class BlockGroup(tuple[SourceBlock, ...]):
+    """Blocks that one task tokenizes."""
 
     __slots__ = ()
 
@@ -86,17 +86,17 @@ class BlockTask(tuple[SourceBlock, ...]):
         return f"tokenizing {self[0].shown} from row {self[0].first} on"
 
 
-def together(blocks: Iterator[SourceBlock], task_bytes: int) -> Iterator[BlockTask]:
+def together(blocks: Iterator[SourceBlock], task_bytes: int) -> Iterator[BlockGroup]:
     """Group small blocks."""
     found, held = list[SourceBlock](), 0
     for block in blocks:
         found.append(block)
         held += block.num_bytes
         if held >= task_bytes or block.kind == "end":
-            yield BlockTask(found)
+            yield BlockGroup(found)
             found, held = [], 0
     if found:
-        yield BlockTask(found)
+        yield BlockGroup(found)
 
 
 def _attempt(parse: Callable[..., RawRow], content: bytes | Mapping[str, Any], **of_row: Any) -> RawRow | DataError:

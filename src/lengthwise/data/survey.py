@@ -41,7 +41,7 @@ class Survey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stretch:
+class LossSpan:
     """Consecutive tokens of a row that all have a loss, or all have none."""
 
     ids: np.ndarray
@@ -76,7 +76,7 @@ def masked_row(dataset: Dataset) -> int:
     return int(looked_at[masked[0]] if len(masked) else looked_at[0])
 
 
-def stretches(dataset: Dataset, row: int, most_tokens: int) -> list[Stretch]:
+def stretches(dataset: Dataset, row: int, most_tokens: int) -> list[LossSpan]:
     """Return the first tokens of a row, cut where a loss begins or ends; the first token never has one."""
     ids, labels = dataset.read(row, 0, most_tokens)
     learned = labels != NO_LOSS
@@ -84,7 +84,7 @@ def stretches(dataset: Dataset, row: int, most_tokens: int) -> list[Stretch]:
     found, start = [], 0
     for has_loss, group in groupby(learned.tolist()):
         stop = start + sum(1 for _ in group)
-        found.append(Stretch(ids=ids[start:stop], has_loss=has_loss))
+        found.append(LossSpan(ids=ids[start:stop], has_loss=has_loss))
         start = stop
     return found
 
@@ -120,8 +120,8 @@ def check_fits(
 ) -> None:
     """Raise DataError for sequences of more tokens than all ranks hold, or than one does where none is cut.
 
-    The message names the longest five and what would hold them all. `held_tokens`: what a rank of this capacity holds
-    with what it offloads; None: no more. `stages`: of which each is a pipeline of as many ranks.
+    The message names the longest five and what would hold them all. `held_tokens`: tokens that a rank of this capacity
+    holds with offload. If None, the capacity. `stages`: length of the pipeline that each rank is.
     """
     held_tokens = held_tokens or capacity_tokens
     if not cuts:

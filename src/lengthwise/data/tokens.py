@@ -16,7 +16,7 @@ from lengthwise.core.errors import DataError
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, RowArrays, sum_of_weights, too_long
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.rows import RawRow, RowParser
-from lengthwise.data.source_blocks import BLOCK_BYTES, BlockTask, SourceBlock, together
+from lengthwise.data.source_blocks import BLOCK_BYTES, BlockGroup, SourceBlock, together
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Tokenizing:
         """Tokenize blocks in order, by a runner, some a task; yield what `pack` makes of the rows of every task."""
         yield from run(partial(self._packed, pack), together(blocks, task_bytes))
 
-    def _packed(self, pack: Callable[[list[TokenRow]], Any], blocks: BlockTask) -> Any:
+    def _packed(self, pack: Callable[[list[TokenRow]], Any], blocks: BlockGroup) -> Any:
         rows = [row for block in blocks for row in self.rows(block)]
         for row in rows:
             if row.tokens is not None:

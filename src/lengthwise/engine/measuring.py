@@ -265,7 +265,7 @@ class SmallPasses:
         return planned, positions % self._config.vocab_size, positions
 
     def _hidden(self, planned: PlannedAttention) -> Tensor | None:
-        """Return hidden states of another stage, random so that routers choose; None where the chunk runs on ids."""
+        """Return hidden states of another stage, random so that routers choose, or None if the chunk runs on ids."""
         if self.chunk.is_first:
             return None
         room = empty_hidden(self.model, self.chunk, planned.num_rows)

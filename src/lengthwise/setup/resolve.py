@@ -44,7 +44,7 @@ class Machine:
 class TrainedModel:
     """The sizes of a model and its optimizer that count for memory.
 
-    dtype_bytes: of a parameter as forward reads it. parameters: all of them, adapters too; None: those of the shape.
+    dtype_bytes: of a parameter as forward reads it. parameters: all of them, adapters too. If None, those of the shape.
     trained: the number that train; None if all do. ties: whether head and embedding are the same; None: as usual in the
     family. kinds: of recomputation that the family supports. states: number of optimizer states per entry. offloads:
     states and master weights are in host memory. chunked: the loss computes logits in chunks.

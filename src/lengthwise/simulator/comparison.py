@@ -32,7 +32,7 @@ class Comparison:
     """What was found for each way to train on the batches of a scenario; entry i of a batch: tokens of sequence i.
 
     rivals: FSDP2 in each way that exists on these devices. layouts: Lengthwise with each layout, in the order of
-    `LAYOUTS`. auto: the layout that `shard: auto` takes; None: none fits without offload. planners: in detail.
+    `LAYOUTS`. auto: the layout that `shard: auto` takes, or None if none fits without offload. planners: in detail.
     """
 
     scenario: Scenario
@@ -57,7 +57,7 @@ class Comparison:
 
     @property
     def best_other(self) -> Best | None:
-        """The quickest of the others, of equals in three digits the first; None: none fits."""
+        """The quickest of the others, of equals in three digits the first, or None if none fits."""
         fitting = [row for row in self.rivals if row.any_mesh is not None]
         return min(fitting, key=lambda row: float(f"{_seconds(row):.3g}"), default=None)
 
@@ -76,7 +76,7 @@ def compare(batches: Batches, scenario: Scenario) -> Comparison:
 
 
 def auto_layout(batches: Batches, scenario: Scenario, layouts: Sequence[Best]) -> Shard | None:
-    """Return the layout that a run of these batches takes by itself; None: none fits without offload.
+    """Return the layout that a run of these batches takes by itself, or None if none fits without offload.
 
     A run goes by what its first batch takes, which `layouts` know; of many ranks it plans a share, as is done here.
     """

@@ -46,7 +46,7 @@ def layout_seconds(
     """Return a function that plans and simulates a step of these lengths with a layout, and returns its seconds.
 
     cost: of whole parameters on every rank. device_bytes: of one rank. kinds: of recomputation to choose from.
-    capacity_tokens: of a rank; None: what the layout leaves. offload: off, auto, or the ratio of a run file.
+    capacity_tokens: of a rank. If None, what the layout leaves. offload: off, auto, or the ratio of a run file.
     """
     longest_first = sorted(lengths, reverse=True)
 

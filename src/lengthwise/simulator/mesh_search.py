@@ -103,7 +103,7 @@ class MeshSearch:
     tried: int = 0
 
     def best(self, scenario: Scenario) -> Found | None:
-        """Return the best of a scenario's meshes and of earlier ones; None: none holds the sequences."""
+        """Return the best of a scenario's meshes and of earlier ones, or None if none holds the sequences."""
         if scenario.only is not None:
             return self.best_of([scenario.only])
         for stages in scenario.stages:
@@ -122,7 +122,7 @@ class MeshSearch:
         return self.best_of()
 
     def best_of(self, meshes: Iterable[RankMesh] = ()) -> Found | None:
-        """Return the best of these meshes and of earlier ones; None: none holds the sequences."""
+        """Return the best of these meshes and of earlier ones, or None if none holds the sequences."""
         for mesh in meshes:
             self._try(mesh)
         while self.first:
@@ -178,7 +178,7 @@ class MeshSearch:
                 self.refusal = error
 
     def _finish(self, mesh: RankMesh) -> Found | None:
-        """Run all batches on a mesh; None: one of them does not fit, and the mesh is left out."""
+        """Run all batches on a mesh. Return None, and leave the mesh out, if one does not fit."""
         if len(self.batches) == 1:
             return self.first[mesh]
         if mesh in self.finished:

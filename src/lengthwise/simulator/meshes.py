@@ -85,10 +85,10 @@ class Scenario:
 
     tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
     (default: what fits); takes_capacity: whatever the estimate says. base: the mesh of one device, whose choices and
-    chunks of a stage all meshes have. only: the one mesh of all planners; None: search the best of each. cost: of ranks
-    of one device, measured (default: by hardware). mode: of `PlanOptions` (default: by stages and layout).
-    context_tokens, loader: of `Setting`. adapters: parameters that train in place of the model's own (LoRA); None: all
-    train. offloads: whether master weights and the optimizer's states are on the host.
+    chunks of a stage all meshes have. only: the one mesh of all planners. If None, search the best of each. cost: of
+    ranks of one device, measured (default: by hardware). mode: of `PlanOptions` (default: by stages and layout).
+    context_tokens, loader: of `Setting`. adapters: parameters that train in place of the model's own (LoRA). If None,
+    all train. offloads: whether master weights and the optimizer's states are on the host.
     """
 
     shape: ModelShape
@@ -178,7 +178,7 @@ class Scenario:
         return replace(whole, shard=mesh.layout, ranks_per_node=node, trained=self.adapters, offloads=self.offloads)
 
     def trained_today(self) -> Scenario | None:
-        """Return the scenario with the meshes alone that the engine runs; None: it runs none of them."""
+        """Return the scenario with the meshes alone that the engine runs, or None if it runs none of them."""
         stages = tuple(stages for stages in self.stages if stages == 1 or self.mode in (None, "pipeline"))
         return replace(self, tensors=(1,), stages=stages) if 1 in self.tensors and stages else None
 

@@ -28,7 +28,7 @@ Load = tuple[float, int]  # (when a rank is done, rank)
 class LocalPack(NamedTuple):
     """Sequences that `rank` computes alone, in one microbatch.
 
-    before: the number of the ring that it runs before; None: after all rings.
+    before: the number of the ring that it runs before. If None, after all rings.
     beside: the ring whose microbatch it joins, after the ring and without overhead of its own.
     """
 

@@ -38,7 +38,7 @@ class RankMemory:
     def most_tokens(self, kind: str, most: int, *, offload: float | None = 0.0) -> int:
         """Return the capacity in multiples of 128 tokens, up to the first one >= `most`; 0 if 128 do not fit.
 
-        offload: the ratio of every microbatch; None: any ratio, by the plan file's rule.
+        offload: the ratio of every microbatch. If None, any ratio, by the plan file's rule.
         """
         layers = self.layouts[kind][0].layers
         held = [(ratio, kept_ratio(ratio, layers)) for ratio in (_RATIOS if offload is None else (offload,))]

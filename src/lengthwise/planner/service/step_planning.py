@@ -19,8 +19,8 @@ class StepPlanning:
     """Plans the steps of a run.
 
     capacities: tokens that a rank's device holds in a microbatch, by the kinds of recomputation to choose from.
-    offload_ratio: of every microbatch; None: what `options` and each microbatch need.
-    measured: the measurements behind the capacities; None: they were given. notes: for every plan.
+    offload_ratio: of every microbatch. If None, what `options` and each microbatch need.
+    measured: the measurements behind the capacities. If None, they were given. notes: for every plan.
     """
 
     ranks: int
