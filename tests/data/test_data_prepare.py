@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
@@ -17,6 +18,7 @@ from lengthwise.data import load_tokenizer
 from lengthwise.data import prepare as preparing
 from lengthwise.data.digests import row_digest
 from lengthwise.data.prepared import NAME
+from lengthwise.run import workers
 from lengthwise.run.workers import worker_processes
 
 FORK = multiprocessing.get_context("fork")
@@ -122,6 +124,45 @@ def test_prepare_with_a_stopped_process_ends_and_names_it_with_its_file(tmp_path
         prepare(sources, tmp_path / "out", run=worker_processes(2, timeout_seconds=0.5))
     said = r"process \d+ in 0\.5 s, which is tokenizing .*rows-\d\.jsonl from row \d+ on"
     assert re.search(said, str(caught.value))
+
+
+def test_processes_that_stop_before_they_have_a_task_are_an_error(monkeypatch):
+    start = workers._start
+
+    def stopping(*arguments):
+        start(*arguments)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr(workers, "_start", stopping)
+    monkeypatch.setattr(workers, "_LOOK_SECONDS", 0.1)
+    with pytest.raises(RankError, match=r"a process that begins task 0 in 0\.3 s"):
+        list(worker_processes(2, timeout_seconds=0.3)(die, ["task 0", "task 1"]))
+
+
+def test_a_process_that_ends_while_tasks_begin_again_costs_nothing(monkeypatch):
+    submit, calls = ProcessPoolExecutor.submit, []
+
+    def refusing(pool, *arguments):
+        calls.append(arguments)
+        if len(calls) in (3, 10, 12):  # tasks begin again at the tenth call
+            for process in pool._processes.values():
+                process.kill()
+            while not pool._broken:
+                time.sleep(0.001)
+        return submit(pool, *arguments)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", refusing)
+    assert list(worker_processes(2)(abs, range(9))) == [*range(9)]
+    assert len(calls) > 12
+
+
+def time_out(_task):
+    raise TimeoutError("of the task")
+
+
+def test_a_task_may_raise_a_time_out():
+    with pytest.raises(TimeoutError, match="of the task"):
+        list(worker_processes(2)(time_out, range(2)))
 
 
 def test_a_process_that_works_for_longer_than_the_time_out_is_waited_for():

@@ -12,7 +12,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, Literal
@@ -51,7 +51,7 @@ def worker_processes(
         try:
             for place, task in enumerate(tasks):
                 waiting.append(_Task(place, function, task))
-                pool.submit(waiting[-1], waiting)
+                pool.submit(waiting[-1])
                 while waiting and (len(waiting) >= _AT_ONCE * number or waiting[0].future.done()):
                     yield pool.result(waiting)
             while waiting:
@@ -84,31 +84,32 @@ class _Pool:
             let_threads_end()
         self._places: Sequence[Any] = [self._context.RawArray("q", [0, _IDLE]) for _ in range(self._number)]
         self._seen, self._still = [""] * self._number, [0.0] * self._number
+        self._idle, self._next = 0.0, None  # while no process is at a task, and the task that should begin
         free: Any = self._context.SimpleQueue()
         for place in range(self._number):
             free.put(place)
         arguments = os.getpid(), self._places, free
         self._pool = ProcessPoolExecutor(self._number, mp_context=self._context, initializer=_start, initargs=arguments)
 
-    def submit(self, task: _Task, waiting: Iterable[_Task]) -> None:
-        """Begin a task."""
+    def submit(self, task: _Task) -> None:
+        """Begin a task; if a process has ended, `result` begins again."""
         try:
             task.future = self._pool.submit(_do, task.function, task.place, task.content)
-        except BrokenProcessPool:
-            self._begin_again(waiting)
+        except BrokenProcessPool as error:
+            task.future = Future()
+            task.future.set_exception(error)
 
     def result(self, waiting: deque[_Task]) -> Any:
         """Remove the first task, and return its result."""
         first = waiting[0]
         while True:
+            if not wait([first.future], _LOOK_SECONDS).done:
+                self._refuse_stuck(waiting)
+                continue
             try:
-                found = first.future.result(_LOOK_SECONDS)
+                found = first.future.result()
                 waiting.popleft()
                 return found
-            except TimeoutError:
-                if first.future.done():
-                    raise  # of the task
-                self._refuse_stuck(waiting)
             except BrokenProcessPool:
                 first.ends += 1
                 if first.ends == _ENDS:
@@ -125,14 +126,23 @@ class _Pool:
         self.close()
         self._begin()
         for task in waiting:
-            is_done = hasattr(task, "future") and task.future.done() and task.future.exception() is None
-            if not is_done:
-                task.future = self._pool.submit(_do, task.function, task.place, task.content)
+            if not task.future.done() or task.future.exception() is not None:
+                self.submit(task)
 
-    def _refuse_stuck(self, waiting: Iterable[_Task]) -> None:
-        """Raise RankError for a process without progress at its task for longer than the time-out."""
+    def _refuse_stuck(self, waiting: Sequence[_Task]) -> None:
+        """Raise RankError for a process without progress at its task, or none at a task, for longer than the time-out.
+
+        A stopped process that waits for a task keeps tasks from the others.
+        """
         now = time.monotonic()
         spent, self._last = min(now - self._last, 2 * _LOOK_SECONDS), now
+        next_one = waiting[0].place if all(place == _IDLE for _, place in self._places) else None
+        self._idle = self._idle + spent if next_one is not None and next_one == self._next else 0.0
+        self._next = next_one
+        remedy = "Check whether it is stopped and its disk answers; the same command continues with what is there."
+        if self._idle > self._timeout_seconds:
+            expected = f"a process that begins {waiting[0].content} in {self._timeout_seconds:g} s"
+            raise RankError("tokenizing", expected=expected, got="none", remedy=remedy)
         for number, (process, place) in enumerate(self._places):
             doing = "" if place == _IDLE else f"{place} {_activity(process)}"
             self._still[number] = self._still[number] + spent if doing and doing == self._seen[number] else 0.0
@@ -140,9 +150,6 @@ class _Pool:
             if self._still[number] > self._timeout_seconds:
                 task = next((task.content for task in waiting if task.place == place), "ending")
                 expected = f"progress of process {process} in {self._timeout_seconds:g} s, which is {task}"
-                remedy = (
-                    "Check whether it is stopped and its disk answers; the same command continues with what is there."
-                )
                 raise RankError("tokenizing", expected=expected, got="none", remedy=remedy)
 
     def close(self) -> None:
