@@ -1,12 +1,14 @@
 """Runs on streams: those of the same rows read at the start, also after a kill and where the feeding process ends."""
 
 import contextlib
+import errno
 import json
 import os
 import re
 import signal
 import socket
 import tempfile
+import threading
 import time
 from contextlib import ExitStack
 from itertools import islice
@@ -20,8 +22,10 @@ from lengthwise.comm import SoloTransport, World
 from lengthwise.config import DataSource, GlobalBatch
 from lengthwise.core.errors import RankError, TransferError
 from lengthwise.data.fed import streamed
+from lengthwise.data.feed import FeedSpec
+from lengthwise.data.in_order import StreamOrder
 from lengthwise.run.callbacks import Callback
-from lengthwise.run.feeds import feeding, socket_path, tokenizing_processes
+from lengthwise.run.feeds import _Client, _Process, feeding, socket_path, tokenizing_processes
 from run.small_runs import (
     VOCAB,
     Command,
@@ -213,6 +217,50 @@ def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(
         with pytest.raises(RankError, match="its end by signal 9, 3 times in a row"):
             [*islice(steps, 300)]
     short.rmdir()  # of which nothing is left
+
+
+@pytest.mark.parametrize("begun", [b"\0\0\1\0", b""], ids=["begins an answer", "always ends"])
+def test_a_feed_that_never_answers_is_an_error(tmp_path, monkeypatch, begun):
+    monkeypatch.setattr("lengthwise.run.feeds._START_SECONDS", 0.3)
+
+    def answer():
+        with contextlib.suppress(OSError):  # the end of the test
+            while True:
+                connection = listening.accept()[0]
+                connection.recv(1000)
+                if begun:
+                    connection.send(begun)
+                    kept.append(connection)
+                else:
+                    connection.close()
+
+    kept, path = [], tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{path}")
+        listening.listen()
+        answering = threading.Thread(target=answer, daemon=True)
+        answering.start()
+        with pytest.raises(RankError, match=r"rows within 0\.2 s; got none"):
+            _Client(path, SoloTransport(), 0.2, None)("rows")()
+        listening.shutdown(socket.SHUT_RDWR)
+        answering.join()
+    for each in kept:
+        each.close()
+
+
+def test_a_feed_that_cannot_start_again_is_named_with_why(tmp_path, named, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    spec = FeedSpec(name="rows", order=StreamOrder([]), sources=(), tokenizer_name="bytes", vocab_size=None)
+    with _Process(tmp_path / "feed/socket", spec, 1) as process:
+        client = _Client(tmp_path / "feed/socket", SoloTransport(), 60, process)
+        client("describe")()
+        monkeypatch.setattr("lengthwise.run.feeds.start_module", refuse)
+        os.kill(feeders()[0], signal.SIGKILL)
+        with pytest.raises(RankError, match=r"signal 9, after which it does not start: .*allocate memory"):
+            client("describe")()
+        assert process.has_ended
 
 
 @pytest.mark.parametrize(("ranks", "cores", "processes"), [(1, 2, 1), (8, 8, 1), (1, 6, 2), (8, 96, 16), (8, 32, 11)])

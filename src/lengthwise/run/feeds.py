@@ -33,6 +33,7 @@ from lengthwise.data.feed import FeedSpec
 from lengthwise.run.workers import usable_cores
 
 _START_SECONDS = 60.0  # more for the first answer of a process: it imports, and looks for files
+_AGAIN_SECONDS = 0.05  # before a request is repeated
 _MOST_PATH_BYTES = 100  # of a socket: 107 on Linux, 103 on macOS
 _SOON_SECONDS, _ENDS = 20.0, 3  # a process that ends so soon, so often in a row, is not started again
 _MOST_PROCESSES = 16  # that tokenize: 20 to 50 MB/s of text, more than steps take
@@ -108,12 +109,12 @@ class _Process:
     def __init__(self, path: Path, spec: FeedSpec, processes: int) -> None:
         self._path, self._spec, self._processes = path, pickle.dumps(spec), processes
         self._turn, self._is_over = threading.Lock(), False
-        self.status: int | None = None  # of the last end
+        self.why = "no socket to ask it at"  # why it does not answer
 
     def __enter__(self) -> _Process:
+        self._listening = socket.socket(socket.AF_UNIX)
         self._path.parent.mkdir(mode=0o700)
         try:
-            self._listening = socket.socket(socket.AF_UNIX)
             self._listening.bind(str(self._path))
             self._listening.listen(socket.SOMAXCONN)  # from now on ranks that connect wait for the process
             self._begin()
@@ -137,16 +138,22 @@ class _Process:
     def _watch(self) -> None:
         soon = 0
         while True:
-            self.status = self._process.wait()
+            status = self._process.wait()
+            how = f"signal {-status}" if status < 0 else f"status {status}"
             soon = soon + 1 if time.monotonic() - self._began < _SOON_SECONDS else 1
             with self._turn:
                 if self._is_over:
                     return
                 self._process.communicate()  # which closes its input
-                if soon == _ENDS:
-                    self._close()
-                    return
-                self._begin()
+                self.why = f"its end by {how}, {_ENDS} times in a row"
+                try:
+                    if soon < _ENDS:
+                        self._begin()
+                        continue
+                except OSError as error:  # too little memory, or too many processes
+                    self.why = f"its end by {how}, after which it does not start: {error}"
+                self._close()
+                return
 
     @property
     def has_ended(self) -> bool:
@@ -175,7 +182,13 @@ class _Client:
     def __call__(self, method: str, *arguments: Any) -> Callable[[], Any]:
         found: Future[Any] = Future()
         threading.Thread(target=self._ask, args=(found, (method, arguments)), daemon=True).start()
-        return found.result
+        return lambda: self._wait(found)
+
+    def _wait(self, found: Future[Any]) -> Any:
+        try:
+            return found.result(self._seconds + _START_SECONDS)
+        except TimeoutError:  # a process that stopped within an answer holds the thread
+            raise self._late() from None
 
     def _ask(self, found: Future[Any], request: tuple[str, tuple[Any, ...]]) -> None:
         try:
@@ -194,15 +207,15 @@ class _Client:
                 with Client(str(self._path), "AF_UNIX") as connection:
                     connection.send(request)
                     if not connection.poll(max(0.0, end - time.monotonic())):
-                        remedy = (
-                            "Check that the process runs and its disk or network answers, or raise {timeout_seconds}."
-                        )
-                        raise self._error(f"rows within {self._seconds:g} s", "none", remedy)
+                        raise self._late()
                     answer = connection.recv()
             except (FileNotFoundError, ConnectionRefusedError):
                 raise self.gone() from None
             except (EOFError, OSError):
                 end, is_new = end + _START_SECONDS * (not is_new), True
+                if time.monotonic() > end:
+                    raise self._late() from None
+                time.sleep(_AGAIN_SECONDS)
                 continue
             if isinstance(answer, LengthwiseError):
                 raise answer
@@ -212,9 +225,11 @@ class _Client:
         """Return the error for an ended process; the rank that started it knows how it ended."""
         if self._process is None:  # the rank that started it knows why, or has an error of its own
             return self._error("rows", "a closed connection: its process has ended", _GONE, kind=TransferError)
-        status = self._process.status or 0
-        how = f"signal {-status}" if status < 0 else f"status {status}"
-        return self._error("rows", f"its end by {how}, {_ENDS} times in a row", _GONE)
+        return self._error("rows", self._process.why, _GONE)
+
+    def _late(self) -> LengthwiseError:
+        remedy = "Check that the process runs and its disk or network answers, or raise {timeout_seconds}."
+        return self._error(f"rows within {self._seconds:g} s", "none", remedy)
 
     def _error(self, expected: str, got: str, remedy: str, kind: type[LengthwiseError] = RankError) -> LengthwiseError:
         where = f"rank {self._transport.rank}, {self._transport.phase}, waiting for the feed of the stream"
