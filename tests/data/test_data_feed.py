@@ -283,6 +283,25 @@ def test_a_feed_that_ends_is_named_once_whatever_is_answered_late_and_files_that
             dataset.read(row, 0, 3)
 
 
+@pytest.mark.parametrize("how", [{"streaming": 1}, {"remote": 1}])
+@pytest.mark.parametrize("kind", ["rows", "documents"])
+def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, how, kind):
+    if kind == "rows":
+        [source] = lines(tmp_path, [{"text": "abc"}] * 4)
+        path = source.path
+    else:
+        [source] = write_sources(tmp_path, [], ["abc", "abc", "abc", "abc"], max_tokens=9)
+        path = min(source.path.iterdir())
+    with fed([source], how, part_bytes=10**9, ahead_bytes=0) as ([dataset], _):
+        steps = dataset.batches(GlobalBatch(sequences=4))
+        next(steps)
+        changed = path.read_text().replace("abc", "abd")
+        path.write_text(changed)
+        with pytest.raises(DataError, match="expected a file that does not change") as caught:
+            [*islice(steps, 3)]
+        assert caught.value.where.startswith(f"{path}")
+
+
 def test_a_file_that_breaks_off_and_a_stream_of_nothing_are_refused(tmp_path, hub):
     import gzip
 

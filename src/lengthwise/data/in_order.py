@@ -7,6 +7,7 @@ the mark. Marks are values of JSON.
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from lengthwise.core.errors import DataError
 from lengthwise.data.hub import hub_stream
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.source_blocks import SourceBlock, read_blocks
-from lengthwise.data.sources import Listing, open_source, printable_name, raw_listings
+from lengthwise.data.sources import Listing, changed_file, open_source, printable_name, raw_listings, version_of
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -77,24 +78,39 @@ class StreamOrder:
 class _Files:
     def __init__(self, source: DataSource, number: int, refusals: Refusals) -> None:
         self._listings = [(number, each) for each in raw_listings(source, f"data.{number}", "streaming", refusals.add)]
-        self.identity = [
-            [listing.label, *(_content(path, listing) for path in listing.paths)] for _, listing in self._listings
-        ]
+        self.identity, self._versions = list[list[Any]](), dict[Path, Any]()
+        for _, listing in self._listings:
+            self.identity.append([listing.label])
+            for path in listing.paths:
+                content, self._versions[path] = _content(path, listing)
+                self.identity[-1].append(content)
 
     def blocks(self, mark: Any) -> Iterator[SourceBlock]:
-        return listed_blocks(self._listings, mark)
+        last = None
+        for block in listed_blocks(self._listings, mark):
+            root = self._listings[block.origin][1].root
+            path = root if block.name is None else root / block.name
+            if path != last and block.kind != "error" and version_of(path.stat()) != self._versions[path]:
+                yield replace(block, kind="error", content=changed_file(path))
+                return
+            last = path
+            yield block
 
 
-def _content(path: Path, listing: Listing) -> list[Any]:
-    """Return the size of a file, and the digest of the begin and end of a file of rows; times differ by node."""
+def _content(path: Path, listing: Listing) -> tuple[list[Any], tuple[int, int, int]]:
+    """Return the size of a file, with the digest of the begin and end of a file of rows, and its version.
+
+    Nodes agree on the size and the digest; versions differ by node.
+    """
     if listing.names is not None:
-        return [path.stat().st_size]
+        status = path.stat()
+        return [status.st_size], version_of(status)
     with open_source(path), path.open("rb") as file:
-        size = path.stat().st_size
+        status = os.fstat(file.fileno())
         found = hashlib.sha256(file.read(_EDGE_BYTES))
-        file.seek(max(0, size - _EDGE_BYTES))
+        file.seek(max(0, status.st_size - _EDGE_BYTES))
         found.update(file.read(_EDGE_BYTES))
-    return [size, found.hexdigest()]
+    return [status.st_size, found.hexdigest()], version_of(status)
 
 
 class _Library:

@@ -22,7 +22,7 @@ from lengthwise.core.errors import DataError
 from lengthwise.data.kinds import PACKED, check_lines
 from lengthwise.data.sampler import epoch_order
 from lengthwise.data.source_blocks import SourceBlock, empty_file, read_blocks
-from lengthwise.data.sources import Listing, is_table, open_source, printable_name
+from lengthwise.data.sources import Listing, changed_file, is_table, open_source, version_of
 from lengthwise.data.tables import mapped_batches, row_of
 
 _BLOCK = 8 << 20
@@ -89,16 +89,16 @@ class _Documents:
             with open_source(path, rows=False) as file:
                 found.update(hashlib.file_digest(file, "sha256").digest())
         self._listing, self._names = listing, listing.names
-        self._files = [_identity(path.stat()) for path in listing.paths]
-        self.num_rows, self.digest = len(self._files), found.hexdigest()
+        self._versions = [version_of(path.stat()) for path in listing.paths]
+        self.num_rows, self.digest = len(self._versions), found.hexdigest()
 
     def close(self) -> None:
         pass
 
     def block(self, number: int, line: int) -> SourceBlock:
         one = replace(self._listing, names=(self._names[number],))
-        if _identity(one.paths[0].stat()) != self._files[number]:
-            return _bad(one, line, _changed(one.paths[0]), self._names[number])
+        if version_of(one.paths[0].stat()) != self._versions[number]:
+            return _bad(one, line, changed_file(one.paths[0]), self._names[number])
         (found,) = read_blocks(one)
         return _bad(one, line, found.content, found.name) if found.kind == "error" else found
 
@@ -115,7 +115,7 @@ class _Lines:
                 packed.close()
             else:
                 self._file, part = packed, listing.part
-        self._identity, size = _identity(os.fstat(self._file.fileno())), os.fstat(self._file.fileno()).st_size
+        self._version, size = version_of(os.fstat(self._file.fileno())), os.fstat(self._file.fileno()).st_size
         first, last = (0, size) if part is None else (part[0], min(part[1], size))
         self._starts, self.digest = self._scan(first, last)
         self.num_rows, self.close = max(0, len(self._starts) - 1), self._file.close
@@ -153,8 +153,8 @@ class _Lines:
     def block(self, number: int, line: int) -> SourceBlock:
         start, stop = map(int, self._starts[number : number + 2])
         content = os.pread(self._file.fileno(), stop - start, start)
-        if _identity(os.fstat(self._file.fileno())) != self._identity:
-            return _bad(self._listing, line, _changed(self._listing.root))
+        if version_of(os.fstat(self._file.fileno())) != self._version:
+            return _bad(self._listing, line, changed_file(self._listing.root))
         label, shown = self._listing.label, self._listing.shown
         return SourceBlock(kind="lines", content=[content], label=label, shown=shown, first=line, offset=start)
 
@@ -163,7 +163,7 @@ class _Table:
     def __init__(self, listing: Listing) -> None:
         self._listing = listing
         self._file = listing.root.open("rb")  # the mapped file, even if another takes its name
-        self._identity = _identity(os.fstat(self._file.fileno()))
+        self._version = version_of(os.fstat(self._file.fileno()))
         try:
             self._batches = mapped_batches(self._file, listing.shown)
         except DataError:
@@ -176,8 +176,8 @@ class _Table:
     def block(self, number: int, line: int) -> SourceBlock:
         batch = bisect.bisect_right(self._firsts, number) - 1
         values = row_of(self._batches[batch], number - self._firsts[batch], f"{self._listing.shown}:{line}")
-        if _identity(os.fstat(self._file.fileno())) != self._identity:
-            return _bad(self._listing, line, _changed(self._listing.root))
+        if version_of(os.fstat(self._file.fileno())) != self._version:
+            return _bad(self._listing, line, changed_file(self._listing.root))
         label, shown = self._listing.label, self._listing.shown
         return SourceBlock(kind="values", content=[values], label=label, shown=shown, first=line)
 
@@ -189,12 +189,3 @@ def _copied(blocks: Iterator[bytes]) -> BinaryIO:
         file.write(block)
     file.flush()
     return file  # pyright: ignore[reportReturnType]
-
-
-def _identity(status: os.stat_result) -> tuple[int, int, int]:
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _changed(path: Path) -> DataError:
-    remedy = "Let whatever writes it finish, then start again."
-    return DataError(printable_name(path), expected="a file that does not change", got="a change", remedy=remedy)

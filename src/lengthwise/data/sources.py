@@ -213,10 +213,19 @@ def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
         raise DataError(shown, expected="a whole file of gzip", got=f"{error}", remedy="Copy it again.") from None
     except OSError as error:
         raise _unreadable(path, error) from None
-    if (before.st_ino, before.st_size, before.st_mtime_ns) != (after.st_ino, after.st_size, after.st_mtime_ns):
-        got = f"a change ({before.st_size} bytes before, {after.st_size} after)"
-        remedy = "Let whatever writes it finish, then start again."
-        raise DataError(shown, expected="a file that does not change", got=got, remedy=remedy)
+    if version_of(before) != version_of(after):
+        raise changed_file(path, f"a change ({before.st_size} bytes before, {after.st_size} after)")
+
+
+def version_of(status: os.stat_result) -> tuple[int, int, int]:
+    """Return inode, size and time of a file, which differ if it was changed or replaced."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def changed_file(path: Path, got: str = "a change") -> DataError:
+    """Return the error for a file that was changed or replaced while it is needed."""
+    remedy = "Let whatever writes it finish, then start again."
+    return DataError(printable_name(path), expected="a file that does not change", got=got, remedy=remedy)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:
