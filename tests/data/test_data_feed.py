@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from io import FileIO
 from itertools import islice
 from types import SimpleNamespace
 
@@ -300,6 +301,38 @@ def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, 
         with pytest.raises(DataError, match="expected a file that does not change") as caught:
             [*islice(steps, 3)]
         assert caught.value.where.startswith(f"{path}")
+
+
+class Panic(BaseException):
+    """As PyO3 raises for a panic of Rust."""
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_tokenizer_that_panics_is_named_with_the_row(tmp_path, monkeypatch, number):
+    def encode(_self, text):
+        if text == "bad":
+            raise Panic("index out of bounds")
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+
+    monkeypatch.setattr("lengthwise.data.tokenizer.ByteTokenizer.encode", encode)
+    sources = lines(tmp_path, [{"text": text} for text in ("good", "bad", "good")])
+    with fed(sources, {"streaming": 1}, run=worker_processes(number)) as ([dataset], _):
+        dataset._clients[0].feed._turn.wait_for = bounded(dataset._clients[0].feed._turn.wait_for)
+        with pytest.raises(DataError, match="the stream, row 1: expected tokens; got Panic: index out of bounds"):
+            next(dataset.batches(GlobalBatch(sequences=1)))
+
+
+def bounded(wait_for):
+    return lambda until: wait_for(until, 20) or pytest.fail("no answer")
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet"])
+def test_a_full_folder_of_temporary_files_is_named(tmp_path, monkeypatch, kind):
+    sources = [DataSource(path=write([{"input_ids": [1, 2]}] * 5, tmp_path / "rows", kind), max_tokens=9)]
+    for name in ("TemporaryFile", "NamedTemporaryFile"):
+        monkeypatch.setattr(f"tempfile.{name}", lambda: FileIO("/dev/full", "r+b"))
+    with pytest.raises(DataError, match=r"No space left on device\. .* TMPDIR"), fed(sources, {"remote": 1}):
+        pass
 
 
 def test_a_file_that_breaks_off_and_a_stream_of_nothing_are_refused(tmp_path, hub):

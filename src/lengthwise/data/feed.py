@@ -256,7 +256,7 @@ class Feed:
                         return
         except LengthwiseError as raised:
             error = raised
-        except Exception as raised:  # noqa: BLE001 - of disks and of other libraries, of many kinds
+        except BaseException as raised:  # noqa: BLE001 - of disks and other libraries; a panic of Rust is no Exception
             got = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
             remedy = "Correct the cause, then go on from here."
             error = DataError(f"{self._spec.name}, row {place + 1}", expected="tokens", got=got, remedy=remedy)

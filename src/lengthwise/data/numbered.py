@@ -11,6 +11,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from lengthwise.data.kinds import PACKED, check_lines
 from lengthwise.data.sampler import epoch_order
 from lengthwise.data.source_blocks import SourceBlock, empty_file, read_blocks
 from lengthwise.data.sources import Listing, changed_file, is_table, open_source, version_of
-from lengthwise.data.tables import mapped_batches, row_of
+from lengthwise.data.tables import mapped_batches, room_for_a_copy, row_of
 
 _BLOCK = 8 << 20
 _LINE_END = 10
@@ -111,8 +112,8 @@ class _Lines:
                 check_lines(rows, Path(listing.shown))
             packed = listing.root.open("rb")
             if packed.peek(4).startswith(PACKED):
-                self._file, part = _copied(iter(lambda: rows.read(_BLOCK), b"")), None
                 packed.close()
+                self._file, part = _copied(iter(lambda: rows.read(_BLOCK), b"")), None
             else:
                 self._file, part = packed, listing.part
         self._version, size = version_of(os.fstat(self._file.fileno())), os.fstat(self._file.fileno()).st_size
@@ -184,8 +185,10 @@ class _Table:
 
 def _copied(blocks: Iterator[bytes]) -> BinaryIO:
     """Return an unnamed file of these blocks."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 - it stays open for its rows
-    for block in blocks:
-        file.write(block)
-    file.flush()
+    with room_for_a_copy(), ExitStack() as unfinished:
+        file = unfinished.enter_context(tempfile.TemporaryFile())
+        for block in blocks:
+            file.write(block)
+        file.flush()
+        unfinished.pop_all()  # it stays open for its rows
     return file  # pyright: ignore[reportReturnType]

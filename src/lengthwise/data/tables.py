@@ -6,6 +6,7 @@ rows before it in its row group are read and dropped.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
@@ -109,7 +110,7 @@ def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
             found = [batch for batch, _ in _batches(file, head, 0)]
         else:
             table = parquet.ParquetFile(file)
-            with tempfile.NamedTemporaryFile() as plain:  # what is mapped stays
+            with room_for_a_copy(), tempfile.NamedTemporaryFile() as plain:  # what is mapped stays
                 with pa.ipc.new_stream(pa.PythonFile(plain, "w"), table.schema_arrow) as out:
                     for batch in table.iter_batches(_BATCH):
                         out.write_batch(batch)
@@ -122,6 +123,19 @@ def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
         raise DataError(where, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
     file.seek(0)
     return found
+
+
+@contextmanager
+def room_for_a_copy() -> Iterator[None]:
+    """Let the block write a temporary file; DataError that names the folder if the disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where, expected = tempfile.gettempdir(), "a folder with room for an unpacked copy of a file of data"
+        remedy = "Make room there, or name another folder with TMPDIR."
+        raise DataError(where, expected=expected, got=error.strerror or str(error), remedy=remedy) from None
 
 
 def row_of(batch: Any, place: int, where: str) -> dict[str, Any] | DataError:
