@@ -4,9 +4,11 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -208,6 +210,25 @@ def test_prepare_again_takes_what_is_there_and_refuses_what_is_other(tmp_path):
     with pytest.raises(OutputError, match="another folder or file"):
         prepare(sources, other, overwrite=True)
     assert (other / "mine.txt").read_text() == "mine"
+
+
+def test_a_folder_that_is_replaced_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    sources, out, remove, seen = write_sources(tmp_path, ROWS), tmp_path / "out", shutil.rmtree, []
+    prepare(sources, out)
+
+    def slowly(folder, **how):
+        for path in [*Path(folder).glob("*")]:
+            if path.is_file():
+                path.unlink()
+            seen.append((out / NAME).exists() or not out.exists())
+        remove(folder, **how)
+
+    monkeypatch.setattr("shutil.rmtree", slowly)
+    prepare(sources[:1], out, overwrite=True)
+    assert seen
+    assert all(seen)
+    assert content(load(out)) == content(load(*sources[:1]))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows-0.jsonl", "rows-1.jsonl"]
 
 
 def test_prepare_into_a_folder_that_another_process_writes_is_refused(tmp_path):

@@ -248,9 +248,10 @@ def _prepare(
                 path.unlink()
         write_description(folder, _checked(plan, Columns(paths)), schema(), work=folder / _WORK)
     shutil.rmtree(folder / _WORK, ignore_errors=True)
-    sync(folder)
     if out.exists():
-        shutil.rmtree(out) if any(out.iterdir()) else out.rmdir()
+        out.rename(folder / _WORK)  # processes that wait for `out` would refuse one without some of its files
+        shutil.rmtree(folder / _WORK)
+    sync(folder)
     folder.rename(out)
     sync(out.parent)
     return read_prepared(out)
