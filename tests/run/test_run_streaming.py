@@ -25,7 +25,7 @@ from lengthwise.data.fed import streamed
 from lengthwise.data.feed import FeedSpec
 from lengthwise.data.in_order import StreamOrder
 from lengthwise.run.callbacks import Callback
-from lengthwise.run.feeds import _Client, _Process, feeding, socket_path, tokenizing_processes
+from lengthwise.run.feeds import FedRank, _Client, _Process, feeding, socket_path, tokenizing_processes
 from run.small_runs import (
     VOCAB,
     Command,
@@ -193,8 +193,9 @@ def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(
     def read(ending):
         of_tokenizer = {"tokenizer_name": "bytes", "vocab_size": VOCAB, "tokenizer_digest": ""}
         dataset = streamed([rows], seed=0, **of_tokenizer)
-        world, how = World(rank=0, world_size=1), {"timeout_seconds": 60, "say": lambda _line: None, "ending": ending}
-        return dataset, feeding(dataset, world, SoloTransport(), **how)
+        how = {"timeout_seconds": 60, "say": lambda _line: None, "ending": ending}
+        world, transport = World(rank=0, world_size=1), SoloTransport()
+        return dataset, feeding(FedRank(dataset=dataset, world=world, transport=transport, **how))
 
     why = {"expected": "rank 1", "got": "a closed connection", "remedy": "See why."}
     with ExitStack() as ending:
@@ -224,7 +225,7 @@ def test_a_feed_that_never_answers_is_an_error(tmp_path, monkeypatch, begun):
     monkeypatch.setattr("lengthwise.run.feeds._START_SECONDS", 0.3)
 
     def answer():
-        with contextlib.suppress(OSError):  # the end of the test
+        with contextlib.suppress(OSError):  # nobody asks any more
             while True:
                 connection = listening.accept()[0]
                 connection.recv(1000)
@@ -238,12 +239,12 @@ def test_a_feed_that_never_answers_is_an_error(tmp_path, monkeypatch, begun):
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{path}")
         listening.listen()
+        listening.settimeout(1)
         answering = threading.Thread(target=answer, daemon=True)
         answering.start()
         with pytest.raises(RankError, match=r"rows within 0\.2 s; got none"):
             _Client(path, SoloTransport(), 0.2, None)("rows")()
-        listening.shutdown(socket.SHUT_RDWR)
-        answering.join()
+        answering.join(20)
     for each in kept:
         each.close()
 

@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lengthwise.comm import Transport, World, agree, broadcast_bytes, share_numbers
+from lengthwise.comm import Transport, broadcast_bytes, share_numbers
 from lengthwise.core.errors import LengthwiseError, RankError
 from lengthwise.core.names import counted
 from lengthwise.data.fed import FedDataset
 from lengthwise.data.feed import Feed, FeedSpec
+from lengthwise.run.feeds import FedRank
 
 _STORE_BYTES = 512 << 20  # of a local Ray: slices on their way
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a local Ray listens on loopback alone, on Linux as well
@@ -30,21 +31,13 @@ _RAY = "a Ray that answers, for `remote` data"
 
 
 @contextlib.contextmanager
-def serving(
-    dataset: FedDataset,
-    world: World,
-    transport: Transport,
-    *,
-    timeout_seconds: float,
-    say: Callable[[str], None],
-    ending: contextlib.ExitStack,
-) -> Iterator[None]:
-    """Let actors feed `dataset` inside the block. Collective. `ending` is not needed: Ray ends its actors.
+def serving(fed: FedRank) -> Iterator[None]:
+    """Let actors, which Ray ends, feed the dataset inside the block. Collective.
 
     Raises:
         LengthwiseError: Ray or an actor does not start, or files cannot be read.
     """
-    del ending
+    dataset, world, transport = fed.dataset, fed.world, fed.transport
     transport.phase = "start, actors of remote data"
     if world.rendezvous is not None and "ray._raylet" in sys.modules:
         expected, got = "ranks of a process without Ray, which does not survive a fork", "one that has imported it"
@@ -61,12 +54,9 @@ def serving(
         found = json.loads(broadcast_bytes(transport, json.dumps(message).encode() if not transport.rank else None))
         if error is not None or not found:
             raise error or _no_ray(transport, "none on rank 0")
-        clients = _clients(dataset, found, transport, timeout_seconds)
-        dataset.on_restart = say
-        dataset.attach(clients, transport.rank)
-        if transport.world_size > 1:
-            agree(transport, dataset.digest(), "files of remote data")
-        say(f"remote: {counted(len(clients), 'actor')}, Ray at {found['address']}")
+        clients = _clients(dataset, found, transport, fed.timeout_seconds)
+        fed.attach(clients, transport.rank, "files of remote data")
+        fed.say(f"remote: {counted(len(clients), 'actor')}, Ray at {found['address']}")
         yield
         transport.phase = "end, actors of remote data"
         if transport.rank and mine:

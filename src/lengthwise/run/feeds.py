@@ -17,9 +17,9 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Client
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from lengthwise.core.errors import LengthwiseError, RankError, TransferError
 from lengthwise.core.names import counted
 from lengthwise.core.processes import ending_signals_blocked, start_module
 from lengthwise.data.fed import FedDataset
-from lengthwise.data.feed import FeedSpec
+from lengthwise.data.feed import FeedClient, FeedSpec
 from lengthwise.run.workers import usable_cores
 
 _START_SECONDS = 60.0  # more for the first answer of a process: it imports, and looks for files
@@ -45,24 +45,38 @@ def tokenizing_processes(ranks: int, cores: int) -> int:
     return max(1, min((cores - ranks - 1) // 2, _MOST_PROCESSES))
 
 
-@contextlib.contextmanager
-def feeding(
-    dataset: FedDataset,
-    world: World,
-    transport: Transport,
-    *,
-    timeout_seconds: float,
-    say: Callable[[str], None],
-    ending: contextlib.ExitStack,
-) -> Iterator[None]:
-    """Let a process of each node feed `dataset` inside the block. Collective.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FedRank:
+    """A rank that takes the rows of `dataset` from feeds.
 
-    ending: ends the process. A rank with an error should close it last: other ranks fail without the process, and the
-    launcher then gives this rank a few seconds to report its error.
+    say: gets the lines for the user. ending: ends processes that this rank starts. A rank with an error should close it
+    last: other ranks fail without the processes, and the launcher then gives this rank a few seconds to report its
+    error.
+    """
+
+    dataset: FedDataset
+    world: World
+    transport: Transport
+    timeout_seconds: float
+    say: Callable[[str], None]
+    ending: contextlib.ExitStack
+
+    def attach(self, clients: Sequence[FeedClient], number: int, files: str) -> None:
+        """Ask these clients from now on; the ranks agree on the files, which errors call `files`. Collective."""
+        self.dataset.on_restart = self.say
+        self.dataset.attach(clients, number)
+        if self.transport.world_size > 1:
+            agree(self.transport, self.dataset.digest(), files)
+
+
+@contextlib.contextmanager
+def feeding(fed: FedRank) -> Iterator[None]:
+    """Let a process of each node feed the dataset inside the block. Collective.
 
     Raises:
         LengthwiseError: a process does not start, or the stream cannot be read.
     """
+    dataset, world, transport = fed.dataset, fed.world, fed.transport
     transport.phase = "start, feed of the stream"
     drawn = broadcast_bytes(transport, None if transport.rank else secrets.token_hex(8).encode()).decode()
     first = world.rank - world.local_rank
@@ -71,20 +85,17 @@ def feeding(
     where, started, error = f"rank {transport.rank}, {transport.phase}", None, None
     if not world.local_rank:
         try:
-            started = ending.enter_context(_Process(path, replace(dataset.specs[0], clients=ranks), processes))
+            started = fed.ending.enter_context(_Process(path, replace(dataset.specs[0], clients=ranks), processes))
         except OSError as raised:
             remedy = "See what it printed, and that TMPDIR is a folder of this machine."
             error = RankError(where, expected="a process that reads the stream", got=f"{raised}", remedy=remedy)
     if any(row[0] for row in share_numbers(transport, [float(error is not None)])):
         remedy = "See the error of the rank that should have started it."
         raise error or TransferError(where, expected="a feed on each node", got="none on one", remedy=remedy)
-    client = _Client(path, transport, timeout_seconds, started)
-    dataset.on_restart = say
+    client = _Client(path, transport, fed.timeout_seconds, started)
     try:
-        dataset.attach([client], world.local_rank)
-        if transport.world_size > 1:
-            agree(transport, dataset.digest(), "files of the stream")
-        say(f"streaming: rows are tokenized ahead, in {counted(processes, 'process')} of each node")
+        fed.attach([client], world.local_rank, "files of the stream")
+        fed.say(f"streaming: rows are tokenized ahead, in {counted(processes, 'process')} of each node")
         yield
         transport.phase = "end, feed of the stream"
         share_numbers(transport, [0.0])  # nobody of this node asks any more

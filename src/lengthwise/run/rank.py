@@ -13,7 +13,7 @@ from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.actors import serving
 from lengthwise.run.building import connect
 from lengthwise.run.callbacks import Callback, TrainResult, call_back
-from lengthwise.run.feeds import feeding
+from lengthwise.run.feeds import FedRank, feeding
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest
@@ -70,14 +70,17 @@ def _serving_rows(
 ) -> Iterator[None]:
     """Start the readers of streamed or remote data for the block, if the run has such data. Collective.
 
-    ending: as for `feeding`.
+    ending: as in `FedRank`.
     """
     key: Any = job.config.data[0].comes_meanwhile
     if key is None:
         yield
         return
     dataset: Any = job.dataset
-    with _SERVING[key](dataset, world, transport, timeout_seconds=job.timeout_seconds, say=say, ending=ending):
+    fed = FedRank(
+        dataset=dataset, world=world, transport=transport, timeout_seconds=job.timeout_seconds, say=say, ending=ending
+    )
+    with _SERVING[key](fed):
         yield
     if dataset.skipped:
         say(f"rows left out so far: {dataset.left_out}")
