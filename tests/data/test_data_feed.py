@@ -303,6 +303,41 @@ def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, 
         assert caught.value.where.startswith(f"{path}")
 
 
+def test_rows_stay_for_a_rank_that_is_behind_also_in_a_feed_that_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 1)
+    sources, size = lines(tmp_path, [{"text": f"{row:03}"} for row in range(60)]), GlobalBatch(tokens=3)
+    with fed(sources, {"streaming": 1}, ranks=2) as ((ahead, behind), (client,)):
+        first, second = ahead.batches(size), behind.batches(size)
+        for _ in range(12):
+            next(second)
+        for _ in range(40):
+            next(first)
+        row = int(behind.ids.min())
+        assert 0 < row < 12
+        for _ in range(2):
+            behind.read_ahead([(row, 0, 3)])
+            assert bytes(behind.read(row, 0, 3)[0].tolist()) == f"{row:03}".encode()
+            client.end()
+
+
+def test_a_rank_may_go_back_also_after_an_error(tmp_path, monkeypatch):
+    def encode(_self, text):
+        if text.startswith("25"):  # of the second task
+            raise RuntimeError("of the tokenizer")
+        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
+
+    monkeypatch.setattr("lengthwise.data.tokenizer.ByteTokenizer.encode", encode)
+    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 1)
+    rows = [{"text": f"{row:02}" + "x" * 2998} for row in range(30)]
+    sources, size = lines(tmp_path, rows, max_tokens=3000), GlobalBatch(sequences=1)
+    with fed(sources, {"streaming": 1}, ahead_bytes=0) as ([dataset], _):
+        found = list[int]()
+        with pytest.raises(DataError, match="of the tokenizer"):
+            found.extend(int(batch.ids[0]) for batch in dataset.batches(size))
+        assert 15 < len(found) < 25
+        assert [int(batch.ids[0]) for batch in islice(dataset.batches(size), 9)] == [*range(9)]
+
+
 class Panic(BaseException):
     """As PyO3 raises for a panic of Rust."""
 
