@@ -7,11 +7,11 @@ import torch
 
 pytest.importorskip("trl")  # an extra
 
-from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, trained, with_tools
+from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, in_place, trained, with_tools
 from peft import LoraConfig
 from preferences import model
-from trainers import difference, in_trainers
-from transformers import AutoModelForCausalLM
+from trainers import difference, in_trainers, weights_of
+from transformers import AutoModelForCausalLM, TrainerCallback
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
 from tiers import more
@@ -29,7 +29,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 TOKENS = {**SERVER, "vllm_importance_sampling_mode": "token_truncate"}
 CASES = {
     "dapo, off-policy, KL, sampled elsewhere, over the ranks": {**TOKENS, **OFF, "beta": 0.1, "delta": 1.5},
-    "grpo, tools, evaluated": {"loss_type": "grpo", "tools": True, **EVALUATED},
+    "bnpo, tools, evaluated": {"loss_type": "bnpo", "tools": True, **EVALUATED},  # others' losses of groups are 0
     "sequences, off-policy, quantile, bonus, adapters": {
         **OFF,
         "loss_type": "grpo",
@@ -43,7 +43,7 @@ CASES = {
     "generated, over the ranks": {"temperature": 1.0, "generation_kwargs": {"do_sample": False}},
     "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
     "dapo": {},
-    "bnpo, KL": {"loss_type": "bnpo", "beta": 0.1},
+    "grpo, KL": {"loss_type": "grpo", "beta": 0.1},
     "grpo, a reference that follows": {
         "loss_type": "grpo",
         "beta": 0.1,
@@ -51,7 +51,7 @@ CASES = {
         "ref_model_sync_steps": 2,
         **OFF,
     },
-    "dr_grpo, off-policy": {"loss_type": "dr_grpo", **OFF},
+    "dr_grpo, off-policy, clipped below 1": {"loss_type": "dr_grpo", "delta": 0.9, **OFF},
     "cispo, off-policy": {"loss_type": "cispo", "epsilon_high": 1.05, **OFF},
     "sapo, off-policy": {"loss_type": "sapo", **OFF},
     "luspo, KL": {"loss_type": "luspo", "beta": 0.1},
@@ -143,6 +143,27 @@ def test_what_no_loss_type_is(case, tmp_path, saved):
         return trained(mixed, tmp_path / name, 1, loaded(saved), config=config, **options)
 
     compared(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain"))
+
+
+class CutShort(TrainerCallback):
+    """Stops one training between the batches of an update."""
+
+    has_stopped = False
+
+    def on_substep_end(self, args, state, control, **_):
+        control.should_training_stop, self.has_stopped = not self.has_stopped, True
+
+
+def test_the_next_training_is_without_the_batches_of_an_update_that_was_cut_short(tmp_path, saved):
+    def work(kind, name, **options):
+        trainer = trained(kind, tmp_path / name, 1, loaded(saved), config={"max_steps": 1}, **options)["trainer"]
+        trainer.add_callback(CutShort())
+        with in_place(torch.float64):
+            steps = [(trainer.train(), trainer.state.global_step)[1] for _ in range(2)]
+        assert steps == [0, 1]
+        return weights_of(trainer)
+
+    assert difference(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain")) < 5e-6
 
 
 def test_a_loss_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch):
