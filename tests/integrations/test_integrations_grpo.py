@@ -1,6 +1,7 @@
 """GRPO on ranks gives what plain TRL gives in one process: weights and every logged number."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +13,10 @@ from peft import LoraConfig
 from preferences import model
 from trainers import difference, in_trainers, weights_of
 from transformers import AutoModelForCausalLM, TrainerCallback
+from trl.trainer.utils import pad
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
+from lengthwise.integrations.rollouts import joined
 from tiers import more
 
 pytestmark = [
@@ -55,6 +58,7 @@ CASES = {
     "cispo, off-policy": {"loss_type": "cispo", "epsilon_high": 1.05, **OFF},
     "sapo, off-policy": {"loss_type": "sapo", **OFF},
     "luspo, KL": {"loss_type": "luspo", "beta": 0.1},
+    "quantile": {"top_entropy_quantile": 0.6},
     "sequences": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "vespo, off-policy": {"loss_type": "vespo", **OFF},
     "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
@@ -70,8 +74,8 @@ def compared(found, expected, *, tolerance=1e-5, weights=5e-6):
     """Compare the weights and every logged number but times."""
     assert len(found["logs"]) == len(expected["logs"])
     for got, wanted in zip(found["logs"], expected["logs"], strict=True):
+        assert wanted.keys() <= got.keys()
         names = {name for name in wanted if not any(each in name for each in TIMES)}
-        assert names <= got.keys()
         apart = {name: (got[name], wanted[name]) for name in names if got[name] != wanted[name]}
         wrong = {n: (a, b) for n, (a, b) in apart.items() if abs(a - b) > tolerance * max(abs(b), 1e-3)}
         assert not wrong
@@ -200,7 +204,29 @@ def test_rollouts_that_no_plan_takes_are_refused(tmp_path, saved):
 
     with pytest.raises(DataError, match="prompt: expected at least one token"):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, rollout_func=without_prompt)
-    with pytest.raises(ConfigError, match=r"max_completion_length: expected at most 59, .* got 61"):
-        trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=60)
+    with pytest.raises(ConfigError, match=r"max_completion_length: expected at most 60, .* got 61"):
+        trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=61)
     with pytest.raises(PlanError, match=r"expected at most 64 tokens .* got sequence \d+ of \d+ tokens"):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=64)
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, saved, monkeypatch):
+    trainer = trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"max_steps": 1})["trainer"]
+    monkeypatch.setattr(trainer, "args", SimpleNamespace(process_index=0, world_size=2))
+    with pytest.raises(DataError, match="as many completions on every rank; got 3 completions of a batch on 2 ranks"):
+        trainer._generate_and_score_completions([{"prompt": "ab"}] * 3)
+
+
+def test_rows_of_ranks_join_as_trl_pads_them():
+    """Prompts at the left, completions at the right, where a `tool_mask` is 1: a loss of one's own may read them."""
+    rows = {"prompt_ids": ([5], [6, 7]), "completion_ids": ([8, 9], [3]), "tool_mask": ([0, 1], [0])}
+    sides, fills = {"prompt_ids": "left"}, {"tool_mask": 1}
+
+    def padded(name, some):
+        values = [torch.tensor(each) for each in some]
+        return pad(values, padding_value=fills.get(name, 0), padding_side=sides.get(name, "right"))
+
+    found = joined([{name: padded(name, [both[rank]]) for name, both in rows.items()} for rank in range(2)])
+    assert {name: each.tolist() for name, each in found.items()} == {
+        name: padded(name, both).tolist() for name, both in rows.items()
+    }

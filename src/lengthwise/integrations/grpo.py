@@ -265,26 +265,25 @@ class RolloutMixin(TokenLossMixin):
             self.accelerator.gradient_state._set_sync_gradients(kept)
 
     @contextmanager
-    def _unlogged(self, *, beta: float) -> Iterator[None]:
-        """Let TRL's loss run for its gradient alone inside the block, with another `beta`."""
+    def _unlogged(self) -> Iterator[None]:
+        """Let TRL's loss run for its gradient alone inside the block."""
         kept, self._metrics["train"] = self._metrics["train"], defaultdict(list)
-        own, self.beta = self.beta, beta
         try:
             yield
         finally:
-            self._metrics["train"], self.beta = kept, own
+            self._metrics["train"] = kept
 
     def _weights_of_sum(self, batches: Sequence[Mapping[str, Any]], size: int) -> Tensor:
-        """Return what each token weighs in TRL's loss, (size,): its gradient where advantages are -1 and ratios 1.
+        """Return what each token weighs in TRL's loss, (size,): its gradient at one point, where it is above 0.
 
-        That is on-policy, and without KL. Of advantages above 0 a `delta` below 1 clips the gradient.
+        There ratios are 1, log-probabilities 0 and advantages -1: at 1 a `delta` below 1 would clip the gradient.
         """
         units = [{**batch, "advantages": -torch.ones_like(batch["advantages"])} for batch in batches]
         for unit in units:
             unit.pop(_OLD, None)
             if _RATIO in unit:
                 unit[_RATIO] = torch.ones_like(unit[_RATIO])
-        with self._unlogged(beta=0.0):
+        with self._unlogged():
             return self._loss(units, torch.zeros(2, size, dtype=self._wide, device=self.args.device))[1][0]
 
     def _weights_of_some(self, numbers: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
@@ -298,7 +297,7 @@ class RolloutMixin(TokenLossMixin):
         row = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": ones, "completion_mask": ones}
         row["num_items_in_batch"] = torch.tensor(float(tokens), device=device)
         row |= {name: each[None] for name, each in columns.items() if name != "weights"}
-        with self._unlogged(beta=self.beta):
+        with self._unlogged():
             gradient = self._loss([row], numbers)[1][0]
         unit = self._weights_of_sum([row], tokens)
         return gradient * columns["weights"] / unit
