@@ -7,7 +7,7 @@ that in the median. So a step is what TRL makes of them: old and reference log-p
 kinds train the same completions. Plain TRL takes `--at-once` of them in a forward pass, padded to the longest of the
 step; the plan takes as many tokens as one of `longest` has.
 
-Seconds are processor seconds of the process from a step's begin to its end, means without the first step: other work on
+Seconds are processor seconds of the process from a step's start to its end, means without the first step: other work on
 the machine moves them little. Memory is the most that the process held, less what it held before it trained.
 """
 

@@ -147,7 +147,7 @@ def trained(kind, folder, ranks, model, *, rows=ROWS, resume=None, config=None, 
         return [((len(ids) * 7 + 3 * (first + n)) % 11) / 11 for n, ids in enumerate(completion_ids)]
 
     kept = Kept()
-    given = {"processing_class": tokenizer(), "train_dataset": prompts(), "eval_dataset": prompts(6), **options}
+    given = {"processing_class": tokenizer(), "train_dataset": prompts(), "eval_dataset": prompts(9), **options}
     with in_place(model.dtype):
         trainer = kind(model=model, reward_funcs=[reward], args=args, callbacks=[kept], **given)
         trainer.generates = generates

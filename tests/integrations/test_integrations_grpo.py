@@ -1,19 +1,22 @@
 """GRPO on ranks gives what plain TRL gives in one process: weights and every logged number."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 pytest.importorskip("trl")  # an extra
 
-from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, trained, with_tools
+from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, in_place, trained, with_tools
 from peft import LoraConfig
 from preferences import model
-from trainers import difference, in_trainers
-from transformers import AutoModelForCausalLM
+from trainers import difference, in_trainers, weights_of
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl.trainer.utils import pad
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
+from lengthwise.integrations.rollouts import joined
 from tiers import more
 
 pytestmark = [
@@ -29,7 +32,7 @@ EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 TOKENS = {**SERVER, "vllm_importance_sampling_mode": "token_truncate"}
 CASES = {
     "dapo, off-policy, KL, sampled elsewhere, over the ranks": {**TOKENS, **OFF, "beta": 0.1, "delta": 1.5},
-    "grpo, tools, evaluated": {"loss_type": "grpo", "tools": True, **EVALUATED},
+    "bnpo, tools, evaluated": {"loss_type": "bnpo", "tools": True, **EVALUATED},  # others' losses of groups are 0
     "sequences, off-policy, quantile, bonus, adapters": {
         **OFF,
         "loss_type": "grpo",
@@ -43,7 +46,7 @@ CASES = {
     "generated, over the ranks": {"temperature": 1.0, "generation_kwargs": {"do_sample": False}},
     "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
     "dapo": {},
-    "bnpo, KL": {"loss_type": "bnpo", "beta": 0.1},
+    "grpo, KL": {"loss_type": "grpo", "beta": 0.1},
     "grpo, a reference that follows": {
         "loss_type": "grpo",
         "beta": 0.1,
@@ -51,10 +54,11 @@ CASES = {
         "ref_model_sync_steps": 2,
         **OFF,
     },
-    "dr_grpo, off-policy": {"loss_type": "dr_grpo", **OFF},
+    "dr_grpo, off-policy, clipped below 1": {"loss_type": "dr_grpo", "delta": 0.9, **OFF},
     "cispo, off-policy": {"loss_type": "cispo", "epsilon_high": 1.05, **OFF},
     "sapo, off-policy": {"loss_type": "sapo", **OFF},
     "luspo, KL": {"loss_type": "luspo", "beta": 0.1},
+    "quantile": {"top_entropy_quantile": 0.6},
     "sequences": {"loss_type": "grpo", "importance_sampling_level": "sequence"},
     "vespo, off-policy": {"loss_type": "vespo", **OFF},
     "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
@@ -70,8 +74,8 @@ def compared(found, expected, *, tolerance=1e-5, weights=5e-6):
     """Compare the weights and every logged number but times."""
     assert len(found["logs"]) == len(expected["logs"])
     for got, wanted in zip(found["logs"], expected["logs"], strict=True):
+        assert wanted.keys() <= got.keys()
         names = {name for name in wanted if not any(each in name for each in TIMES)}
-        assert names <= got.keys()
         apart = {name: (got[name], wanted[name]) for name in names if got[name] != wanted[name]}
         wrong = {n: (a, b) for n, (a, b) in apart.items() if abs(a - b) > tolerance * max(abs(b), 1e-3)}
         assert not wrong
@@ -145,6 +149,27 @@ def test_what_no_loss_type_is(case, tmp_path, saved):
     compared(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain"))
 
 
+class CutShort(TrainerCallback):
+    """Stops one training between the batches of an update."""
+
+    has_stopped = False
+
+    def on_substep_end(self, args, state, control, **_):
+        control.should_training_stop, self.has_stopped = not self.has_stopped, True
+
+
+def test_the_next_training_is_without_the_batches_of_an_update_that_was_cut_short(tmp_path, saved):
+    def work(kind, name, **options):
+        trainer = trained(kind, tmp_path / name, 1, loaded(saved), config={"max_steps": 1}, **options)["trainer"]
+        trainer.add_callback(CutShort())
+        with in_place(torch.float64):
+            steps = [(trainer.train(), trainer.state.global_step)[1] for _ in range(2)]
+        assert steps == [0, 1]
+        return weights_of(trainer)
+
+    assert difference(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain")) < 5e-6
+
+
 def test_a_loss_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch):
     monkeypatch.setattr(Planned, "_is_sum", lambda _: True)
     with pytest.raises(ConfigError, match=r"loss_type: expected .* got a gradient that differs from TRL's"):
@@ -179,7 +204,29 @@ def test_rollouts_that_no_plan_takes_are_refused(tmp_path, saved):
 
     with pytest.raises(DataError, match="prompt: expected at least one token"):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, rollout_func=without_prompt)
-    with pytest.raises(ConfigError, match=r"max_completion_length: expected at most 59, .* got 61"):
-        trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=60)
+    with pytest.raises(ConfigError, match=r"max_completion_length: expected at most 60, .* got 61"):
+        trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=61)
     with pytest.raises(PlanError, match=r"expected at most 64 tokens .* got sequence \d+ of \d+ tokens"):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=64)
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, saved, monkeypatch):
+    trainer = trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"max_steps": 1})["trainer"]
+    monkeypatch.setattr(trainer, "args", SimpleNamespace(process_index=0, world_size=2))
+    with pytest.raises(DataError, match="as many completions on every rank; got 3 completions of a batch on 2 ranks"):
+        trainer._generate_and_score_completions([{"prompt": "ab"}] * 3)
+
+
+def test_rows_of_ranks_join_as_trl_pads_them():
+    """Prompts at the left, completions at the right, where a `tool_mask` is 1: a loss of one's own may read them."""
+    rows = {"prompt_ids": ([5], [6, 7]), "completion_ids": ([8, 9], [3]), "tool_mask": ([0, 1], [0])}
+    sides, fills = {"prompt_ids": "left"}, {"tool_mask": 1}
+
+    def padded(name, some):
+        values = [torch.tensor(each) for each in some]
+        return pad(values, padding_value=fills.get(name, 0), padding_side=sides.get(name, "right"))
+
+    found = joined([{name: padded(name, [both[rank]]) for name, both in rows.items()} for rank in range(2)])
+    assert {name: each.tolist() for name, each in found.items()} == {
+        name: padded(name, both).tolist() for name, both in rows.items()
+    }

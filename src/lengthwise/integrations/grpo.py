@@ -1,17 +1,15 @@
 """TRL's `GRPOTrainer` and `RLOOTrainer` with planned steps.
 
-TRL generates, scores and normalizes, each rank its share of the prompts; every rank then gets the rows of all, as one
-batch. Whatever runs the model over whole sequences goes by a plan over these rows, without padding: old and reference
-log-probabilities, and the update.
+On each rank TRL generates, scores and normalizes a share of the prompts; every rank then gets the rows of all, as one
+batch. Log-probabilities and the update run by a plan over these rows, without padding.
 
-TRL's own loss is used as it is. It is a function of two numbers of every token, log-probability and entropy, and a step
-needs its gradient by them:
+TRL's own loss is a function of two numbers of every token, log-probability and entropy. A step needs its gradient:
 
-- of a sum over tokens, while a microbatch runs: TRL's loss takes the microbatch's tokens for one row, and what a token
-  weighs in the whole loss comes from TRL's loss, too (`_weights_of_sum`). After the step TRL's loss of all tokens gives
-  loss and metrics, and its gradient must be the one that was used;
-- of any other (ratios of sequences, quantiles, an entropy bonus, RLOO, a loss of your own), after one more
-  forward by the same plan.
+- of a sum over tokens, while a microbatch runs: TRL's loss takes the microbatch's tokens for one row, and
+  `_weights_of_sum` asks it what a token weighs in the whole loss. After the step TRL's loss of all tokens gives loss
+  and metrics, and checks the gradient that was used;
+- of any other (ratios of sequences, quantiles, an entropy bonus, RLOO, a loss of your own), after one more forward
+  pass by the same plan.
 """
 
 from __future__ import annotations
@@ -89,6 +87,10 @@ class RolloutMixin(TokenLossMixin):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return the prompts of the next update's batches."""
         return [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)], None
+
+    def _end_updates(self) -> None:
+        super()._end_updates()
+        self._held = ()  # of an update that a callback or an error cut short
 
     def floating_point_ops(self, inputs: Any) -> int:
         """Return 0, as TRL does: it counts no operations of prompts."""
@@ -263,27 +265,25 @@ class RolloutMixin(TokenLossMixin):
             self.accelerator.gradient_state._set_sync_gradients(kept)
 
     @contextmanager
-    def _unlogged(self, *, beta: float) -> Iterator[None]:
-        """Let TRL's loss run for its gradient alone inside the block, with another `beta`."""
+    def _unlogged(self) -> Iterator[None]:
+        """Let TRL's loss run for its gradient alone inside the block."""
         kept, self._metrics["train"] = self._metrics["train"], defaultdict(list)
-        own, self.beta = self.beta, beta
         try:
             yield
         finally:
-            self._metrics["train"], self.beta = kept, own
+            self._metrics["train"] = kept
 
     def _weights_of_sum(self, batches: Sequence[Mapping[str, Any]], size: int) -> Tensor:
-        """Return what each token weighs in TRL's loss, (size,): its gradient where advantages and ratios are 1.
+        """Return what each token weighs in TRL's loss, (size,): its gradient at one point, where it is above 0.
 
-        That is on-policy, and without KL.
+        There ratios are 1, log-probabilities 0 and advantages -1: at 1 a `delta` below 1 would clip the gradient.
         """
-        units = [
-            {name: torch.ones_like(each) if name in ("advantages", _RATIO) else each for name, each in batch.items()}
-            for batch in batches
-        ]
+        units = [{**batch, "advantages": -torch.ones_like(batch["advantages"])} for batch in batches]
         for unit in units:
             unit.pop(_OLD, None)
-        with self._unlogged(beta=0.0):
+            if _RATIO in unit:
+                unit[_RATIO] = torch.ones_like(unit[_RATIO])
+        with self._unlogged():
             return self._loss(units, torch.zeros(2, size, dtype=self._wide, device=self.args.device))[1][0]
 
     def _weights_of_some(self, numbers: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
@@ -297,7 +297,7 @@ class RolloutMixin(TokenLossMixin):
         row = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": ones, "completion_mask": ones}
         row["num_items_in_batch"] = torch.tensor(float(tokens), device=device)
         row |= {name: each[None] for name, each in columns.items() if name != "weights"}
-        with self._unlogged(beta=self.beta):
+        with self._unlogged():
             gradient = self._loss([row], numbers)[1][0]
         unit = self._weights_of_sum([row], tokens)
         return gradient * columns["weights"] / unit
@@ -305,12 +305,16 @@ class RolloutMixin(TokenLossMixin):
     # Evaluation.
 
     def _evaluated_batches(self, session: Session, dataloader: Any) -> Iterator[tuple[int, float, float]]:
-        """Yield of each batch how many completions it has, and its loss, which counts as one, as in TRL."""
+        """Yield of each batch how many completions it has, its weighted loss, and its weight, which is that of TRL."""
+        state, whole = self.accelerator.gradient_state, self.args.eval_batch_size * self.args.world_size
         for prompts in dataloader:
             batch = self._prepare_inputs(prompts)
             rows, size = planned_rows([batch]), num_slots(batch)
             numbers = self._gathered(session, self.model_wrapped, rows, _NUMBERS, size)
-            yield len(prompts), self._loss([batch], torch.stack([numbers[name] for name in _NUMBERS]))[0], 1.0
+            loss, _ = self._loss([batch], torch.stack([numbers[name] for name in _NUMBERS]))
+            # Accelerate cuts the last batch's copies of its loss to the remainder of the data set's prompts.
+            weight = state.remainder / whole if state.end_of_dataloader and state.remainder > 0 else 1.0
+            yield len(prompts), loss * weight, weight
 
 
 class GRPOTrainer(RolloutMixin, trl.GRPOTrainer):

@@ -120,9 +120,9 @@ class SavedSession:
         return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
 
     def whole(self) -> AbstractContextManager[None]:
-        """See that the model of every rank is whole inside the block, where it runs: to generate with it. Collective.
+        """Make the model whole on every rank's device inside the block, to generate with it, for example. Collective.
 
-        Where parameters are cut, a rank gathers all of them, and they are values of the block: changes are lost.
+        If parameters are sharded, every rank gathers all of them, and changes made inside the block are lost.
 
         Raises:
             ConfigError: a rank has some of the layers (`stages`).
