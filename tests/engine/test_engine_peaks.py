@@ -16,6 +16,7 @@ CELLS = [
     replace(FEW, family="gemma3", precision="bf16", recompute="all_but_attention"),
     replace(FEW, family="qwen3_moe", tokens=768, offload=1.0),
     replace(FEW, family="gpt_oss", recompute="layer"),
+    replace(FEW, family="gpt_oss", tokens=768, offload=1.0),  # forward ends in layers that hold nearly the same
     replace(FEW, family="llama, LoRA", logits_at_once=None),
     replace(FEW, precision="bf16", offload=0.5, recompute="layer"),
     replace(FEW, offload=0.5, logits_at_once=None),
