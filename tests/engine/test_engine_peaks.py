@@ -6,7 +6,7 @@ import pytest
 from testing.peaks import Cell, Rank, measured_peak, predicted_at_start, predicted_by_formula
 
 from lengthwise.comm import SoloTransport
-from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.byte_watch import LiveBytes
 from tiers import some
 
 FEW = Cell(tokens=384, logits_at_once=1 << 18)

@@ -1,12 +1,12 @@
-"""What a microbatch holds on this rank, measured by small forward and backward passes of the model itself.
+"""What a microbatch holds on this rank, measured by small passes of the model itself.
 
-1. One sequence is cut as a plan would cut it. This rank runs its part alone; what others would send is zeros. A chunk
-   of a stage runs on random hidden states, and its backward on a gradient of zeros.
-2. Everything that an operation makes counts until it is freed. On GPUs the allocator's peak between two saved tensors
-   counts, in a pass of a size that has run once before. Offload can remove what autograd saved until backward uses it.
+1. One sequence is cut as a plan would cut it. This rank runs its part alone; what others send is zeros. A chunk
+  of a stage runs on random hidden states, and its backward on a gradient of zeros.
+2. Everything that an operation makes counts until it is freed; on GPUs, the allocator's peak between two saved tensors,
+  in the second pass of a size. Offload can remove what autograd saved until backward uses it.
 3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where routing
-   or scans make their operations differ, they give it for the highest moments of forward, loss and backward; both
-   passes are then so large that the same moments are the highest. A line that falls is refused.
+  or scans make their operations differ, lines go through the highest moments of forward, loss and backward. A line that
+  falls is refused.
 
 Why so: docs/decisions/capacity-measured.md.
 """
