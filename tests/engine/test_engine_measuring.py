@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -165,3 +166,14 @@ def test_layers_that_hold_nearly_the_same_are_not_mixed_up(fullest):
     ):
         found = lines.at((1.0, 640.0, 0.0), away=640 * away, window=640 * window).max()
         assert found == pytest.approx(640 * (held + beside), abs=100)
+
+
+def test_the_optimizer_and_the_end_of_a_step_need_room_too(monkeypatch):
+    monkeypatch.setattr(room, "free_bytes", lambda *_: TOTAL)
+    free, rank = 0.9 * TOTAL, measured(llama(), SoloTransport())
+    for needs, budget in (
+        ({}, free),
+        ({"kept_bytes": 100 * MB, "end_bytes": free - 100 * MB}, free - 100 * MB),
+        ({"kept_bytes": 100 * MB, "end_bytes": free}, 0.0),
+    ):
+        assert replace(rank, **needs).memory().budget_bytes == pytest.approx(budget)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from testing.peaks import Cell, Rank, measured_peak, predicted_at_start, predicted_by_formula
+from testing.peaks import VOCAB, Cell, Rank, measured_peak, predicted_at_start, predicted_by_formula
 
 from lengthwise.comm import SoloTransport
 from lengthwise.engine.byte_watch import LiveBytes
@@ -62,6 +62,8 @@ def test_fewer_tokens_never_hold_more():
     passes = SmallPasses(model=rank.model, kernel=rank.kernel, recompute=FEW.recompute)
     measured = measure_microbatch(passes, logits_at_once=FEW.logits_at_once)
     assert measured.chunks[0].chunk_rows == 64
+    a_row_of_a_chunk = measured.chunks[0].forward.live[:, 2].max()
+    assert a_row_of_a_chunk == pytest.approx(3 * 4 * VOCAB, rel=0.05)  # of logits: log-softmax and two gradients
     for offload in (0.0, 1.0):
         peaks = [measured.peak(tokens, offload) for tokens in range(1, 256)]
         assert peaks == sorted(set(peaks))
