@@ -1,6 +1,6 @@
 """What the tests and the benchmarks stand on: builders, oracles, recorders, and real processes; not installed."""
 
-from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.byte_watch import LiveBytes
 from testing.families import Difference, build_pair, enliven, family_difference
 from testing.oracles import dense_attention, relative_error, rounding_floor
 from testing.plans import draw_lengths, make_plan, random_plan, visible_pairs

@@ -19,7 +19,7 @@ from lengthwise.comm import Lone, Mesh, SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import Choice, StepMemory, shape_from_config
-from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.byte_watch import LiveBytes
 from lengthwise.engine.measuring import Layout, SmallPasses, measure_microbatch
 from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.optimizer import sliced_optimizer

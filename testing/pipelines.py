@@ -14,7 +14,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
-from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.byte_watch import LiveBytes
 from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import DTYPES, ModelStage, keep_double, score_cap

@@ -2,6 +2,7 @@
 
 import math
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ from testing import LiveBytes, build_pair, run_ranks, tiny_family_config
 
 from lengthwise.comm import SoloTransport
 from lengthwise.engine import measuring
-from lengthwise.engine.measuring import FallingLine
+from lengthwise.engine.byte_watch import Step
+from lengthwise.engine.measuring import FallingLine, Seen
 from lengthwise.models import Computing
 from lengthwise.session import room
 from lengthwise.session.engine import Engine
@@ -141,3 +143,37 @@ def test_a_pass_that_held_more_than_a_longer_one_is_refused_by_all_ranks():
         assert "error[config] capacity_tokens: expected more rows to hold no less" in said
         assert "got rank 1: 64 rows that held 33." in said
         assert "Give capacity_tokens a number" in said
+
+
+@pytest.mark.parametrize("fullest", [(3, 0), (0, 3)])
+def test_layers_that_hold_nearly_the_same_are_not_mixed_up(fullest):
+    """In passes that routing makes differ, with and without offload: a byte decides which layer holds most."""
+    layers, saved, beside, rows = 4, MB, 1000, (32, 64)
+
+    def seen(rows, fullest):
+        steps = []
+        for layer in range(layers):
+            waiting = (layer + 1) * saved * rows
+            steps.append(Step((rows, layer), waiting + beside * rows + (layer == fullest), waiting))
+        return Seen(rows=rows, saved_bytes=layers * saved * rows, forward=steps)
+
+    lines = measuring._lines([seen(*each) for each in zip(rows, fullest, strict=True)], "forward", layers)
+    for held, away, window in (
+        (4 * MB, 0.0, 0.0),
+        (2 * MB, 2.0 * MB, 0.0),
+        (0, 4.0 * MB, 0.0),
+        (2 * MB, 4.0 * MB, 2.0 * MB),
+    ):
+        found = lines.at((1.0, 640.0, 0.0), away=640 * away, window=640 * window).max()
+        assert found == pytest.approx(640 * (held + beside), abs=100)
+
+
+def test_the_optimizer_and_the_end_of_a_step_need_room_too(monkeypatch):
+    monkeypatch.setattr(room, "free_bytes", lambda *_: TOTAL)
+    free, rank = 0.9 * TOTAL, measured(llama(), SoloTransport())
+    for needs, budget in (
+        ({}, free),
+        ({"kept_bytes": 100 * MB, "end_bytes": free - 100 * MB}, free - 100 * MB),
+        ({"kept_bytes": 100 * MB, "end_bytes": free}, 0.0),
+    ):
+        assert replace(rank, **needs).memory().budget_bytes == pytest.approx(budget)

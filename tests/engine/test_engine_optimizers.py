@@ -15,7 +15,7 @@ from engine.optimizer_cases import CASES, keys_of, plain_optimizer
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer_config import OPTIMIZERS
-from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.byte_watch import LiveBytes
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.whole_optimizer import FUSED
 from lengthwise.models import wrapped_layers

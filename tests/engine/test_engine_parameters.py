@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from lengthwise.comm import Lone, SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import ModelRefused
-from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.byte_watch import LiveBytes
 from lengthwise.engine.optimizer import sliced_optimizer
 
 

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
-from testing.peaks import Cell, Rank, measured_peak, predicted_at_start, predicted_by_formula
+from testing.peaks import VOCAB, Cell, Rank, measured_peak, predicted_at_start, predicted_by_formula
 
 from lengthwise.comm import SoloTransport
-from lengthwise.engine.live_bytes import LiveBytes
+from lengthwise.engine.byte_watch import LiveBytes
+from lengthwise.engine.measuring import SmallPasses, measure_microbatch
 from tiers import some
 
 FEW = Cell(tokens=384, logits_at_once=1 << 18)
@@ -16,6 +17,7 @@ CELLS = [
     replace(FEW, family="gemma3", precision="bf16", recompute="all_but_attention"),
     replace(FEW, family="qwen3_moe", tokens=768, offload=1.0),
     replace(FEW, family="gpt_oss", recompute="layer"),
+    replace(FEW, family="gpt_oss", tokens=768, offload=1.0),  # forward ends in layers that hold nearly the same
     replace(FEW, family="llama, LoRA", logits_at_once=None),
     replace(FEW, precision="bf16", offload=0.5, recompute="layer"),
     replace(FEW, offload=0.5, logits_at_once=None),
@@ -52,6 +54,19 @@ def test_the_peak_of_a_rank_is_predicted(cell):
 def test_the_peak_of_a_hybrid_is_predicted(cell):
     """From small passes: formulas count states as kernels on GPUs keep them, the CPU's scans keep more."""
     assert predicted_at_start(cell) / measured_peak(cell) == pytest.approx(1, abs=0.05)
+
+
+def test_fewer_tokens_never_hold_more():
+    """A whole loss of few tokens holds no more than one in chunks of a few more: what is within a capacity fits."""
+    rank = Rank(FEW, SoloTransport())
+    passes = SmallPasses(model=rank.model, kernel=rank.kernel, recompute=FEW.recompute)
+    measured = measure_microbatch(passes, logits_at_once=FEW.logits_at_once)
+    assert measured.chunks[0].chunk_rows == 64
+    a_row_of_a_chunk = measured.chunks[0].forward.live[:, 2].max()
+    assert a_row_of_a_chunk == pytest.approx(3 * 4 * VOCAB, rel=0.05)  # of logits: log-softmax and two gradients
+    for offload in (0.0, 1.0):
+        peaks = [measured.peak(tokens, offload) for tokens in range(1, 256)]
+        assert peaks == sorted(set(peaks))
 
 
 def test_a_model_that_only_ran_forward_leaves_nothing_behind():

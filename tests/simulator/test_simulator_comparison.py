@@ -13,6 +13,7 @@ from lengthwise.simulator import (
     Found,
     RankMesh,
     Scenario,
+    auto_layout,
     best_mesh,
     compare,
     compare_layouts,
@@ -151,3 +152,12 @@ def test_an_optimizer_on_the_host_makes_room_in_all_ways_and_takes_time() -> Non
         ran = [run(BATCHES[0], each, layout, 8192, "layer", how).steps[0] for each in (on_gpus, on_host)]
         assert ran[1].step_seconds - ran[0].step_seconds == pytest.approx(seconds)
         assert ran[1].memory_bytes < ran[0].memory_bytes
+
+
+def test_a_layout_that_needs_offload_is_not_one_that_a_run_takes_by_itself() -> None:
+    scenario = replace(NODE, kinds=("none",))
+    batches = [[int(8 * 1.2 * scenario.held("zero3")["none"])]]
+    layouts = compare_layouts(batches, scenario)
+    assert all(row.any_mesh.most("most_offload") > 0 for row in layouts if row.any_mesh)
+    assert any(row.any_mesh for row in layouts)
+    assert auto_layout(batches, scenario, layouts) is None

@@ -25,7 +25,7 @@ from lengthwise.simulator import (
     simulate_plan,
     waits_seconds,
 )
-from lengthwise.simulator.found import ideal_seconds
+from lengthwise.simulator.found import ideal_seconds, needed_bytes
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 SETTING = Setting(
@@ -48,7 +48,9 @@ def test_study_of_uniform_sequences() -> None:
         step_flops(SHAPE, [8192] * 32) / result.mean_seconds / (16 * HARDWARE.peak_flops_per_second)
     )
     (step,) = result.steps
-    assert step.memory_bytes == pytest.approx(step_memory(SHAPE, HARDWARE, 16).peak_bytes(8192))
+    assert step.memory_bytes == pytest.approx(SETTING.memory.peak_bytes(8192))
+    sharded = replace(SETTING.memory, shard="zero3")
+    assert needed_bytes(plan, result.first, sharded) == pytest.approx(sharded.peak_bytes(8192))
 
 
 @pytest.mark.parametrize(("sequences", "kept"), [(16, 1), (32, 2), (160, 4)])

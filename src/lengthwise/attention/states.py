@@ -1,17 +1,14 @@
 """Layers with a state that runs through a sequence (gated delta rule, KDA, Mamba 2), each sequence from its own start.
 
-Such a scan is affine in its state. A rank computes each span of a cut sequence once, from a state of zero, and its map
-S -> A S + B. A sweep between neighbours (`program.spans`) gives every span the state before it, whose contribution is
-added to the outputs. With L_j, H_j the maps of position j's low and high span, S_0 = 0 and N_(d-1) the map of the last
-position's single span:
+A rank computes each span of a cut sequence once, from a state of zero, and its map S -> A S + B. A sweep between
+neighbours (`program.spans`) gives every span the state before it, whose contribution is added to the outputs. With L_j,
+H_j the maps of position j's low and high span, S_0 = 0 and N_(d-1) the map of the last position's single span:
 
     up     S_(j+1) = L_j(S_j)                  the state before the low span
-    down   N_j = H_j . N_(j+1) . L_j           so that N_(j+1)(L_j(S_j)) is the state before the high one
+    down   N_j = H_j . N_(j+1) . L_j           N_(j+1)(L_j(S_j)) is the state before the high one
 
-Backward is the same sweep with low and high exchanged and maps transposed: with D_c the gradient of the state before
-span c from its contribution, G_c = D_(c+1) + A_(c+1)' G_(c+1) is the gradient of the state after c; dB_c = G_c and
-dA_c = G_c S_c'. A rank sends at most one state and one map in a pass. States are fp32 (fp64 under fp64). Maps multiply
-in fp64 under any setting of torch: TF32 would round a state to 10 bits at every rank of a ring.
+Backward is the same sweep with low and high exchanged and maps transposed. States are fp32 (fp64 under fp64), maps
+multiply in fp64 (docs/decisions/states-by-sweep.md).
 """
 
 from __future__ import annotations

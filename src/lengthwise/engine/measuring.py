@@ -1,12 +1,12 @@
-"""What a microbatch holds on this rank, measured by small forward and backward passes of the model itself.
+"""What a microbatch holds on this rank, measured by small passes of the model itself.
 
-1. One sequence is cut as a plan would cut it. This rank runs its part alone; what others would send is zeros. A chunk
-   of a stage runs on random hidden states, and its backward on a gradient of zeros.
-2. Everything that an operation makes counts until it is freed. On GPUs the allocator's peak between two saved tensors
-   counts, in a pass of a size that has run once before. Offload can remove what autograd saved until backward uses it.
+1. One sequence is cut as a plan would cut it. This rank runs its part alone; what others send is zeros. A chunk
+  of a stage runs on random hidden states, and its backward on a gradient of zeros.
+2. Everything that an operation makes counts until it is freed; on GPUs, the allocator's peak between two saved tensors,
+  in the second pass of a size. Offload can remove what autograd saved until backward uses it.
 3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where routing
-   or scans make their operations differ, they give it for the highest moments of forward, loss and backward; both
-   passes are then so large that the same moments are the highest. A line that falls is refused.
+  or scans make their operations differ, lines go through the highest moments of forward, loss and backward. A line that
+  falls is refused.
 
 Why so: docs/decisions/capacity-measured.md.
 """
@@ -29,7 +29,7 @@ from lengthwise.comm import Lone
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import LayerCut
-from lengthwise.cost import MicrobatchBytes, Moments, StepBytes, shape_from_config
+from lengthwise.cost import WINDOW_LAYERS, MicrobatchBytes, Moments, StepBytes, shape_from_config
 from lengthwise.engine.byte_watch import AllocatorWatch, LiveWatch, Segment
 from lengthwise.engine.stage_messages import empty_hidden, given_on, received
 from lengthwise.engine.stage_passes import passes_of
@@ -148,7 +148,7 @@ class SmallPasses:
     def measure(self, *, chunk_rows: int | None) -> MicrobatchBytes:
         """Measure all moments. chunk_rows: of a loss in chunks; if None, all logits are made at once."""
         seen = [self.run(each, chunked=chunk_rows is not None) for each in (self.rows // 2, self.rows)]
-        forward, loss, backward = (_lines(seen, part) for part in ("forward", "loss", "backward"))
+        forward, loss, backward = (_lines(seen, part, self._counted_layers) for part in ("forward", "loss", "backward"))
         if chunk_rows is not None:
             loss = Moments(live=_of_chunks(loss.live), removable=loss.removable)
         return replace(
@@ -178,7 +178,7 @@ class SmallPasses:
         smaller, larger = seen
         a_row = (larger.saved_bytes - smaller.saved_bytes) / (larger.rows - smaller.rows)
         return MicrobatchBytes(
-            layers=max(self._num_layers, 2),
+            layers=self._counted_layers,
             saved_fixed=larger.saved_bytes - a_row * larger.rows,
             saved_a_row=a_row,
             is_last=self.chunk.is_last,
@@ -229,6 +229,10 @@ class SmallPasses:
     @property
     def _num_layers(self) -> int:
         return self._config.num_hidden_layers if self.chunk.num_layers is None else self.chunk.num_layers
+
+    @property
+    def _counted_layers(self) -> int:
+        return max(self._num_layers, 2)
 
     @property
     def _device(self) -> torch.device:
@@ -335,24 +339,42 @@ def _of_chunks(lines: NDArray[np.float64]) -> NDArray[np.float64]:
     return np.stack([last[:, 0] + grown[:, 0], np.broadcast_to(last[:, 1], len(lines)), _LOSS_CHUNKS * grown[:, 1]], -1)
 
 
-def _lines(seen: Sequence[Seen], part: str) -> Moments:
+def _lines(seen: Sequence[Seen], part: str, layers: int) -> Moments:
     """Return the lines through a part of two passes: of each operation if both did the same, else of the highest.
 
     Raises:
         FallingLine: more rows held less at some moment.
     """
-    passes: list[Segment] = [getattr(each, part) for each in seen]
-    same, columns = len({tuple(step.operation for step in each) for each in passes}) == 1, list[list[tuple[int, int]]]()
-    for steps, each in zip(passes, seen, strict=True):
-        highest = max(steps, key=lambda step: step.live), max(steps, key=lambda step: step.live - step.waiting)
-        noted = steps if same else (*highest, steps[-1])
-        columns.append(
-            [(step.live, min(step.waiting, each.saved_bytes)) for step in noted]
-        )  # what the loss saves stays
-    small, large = np.array(columns, dtype=float)  # (moments, 2): live, waiting
-    (rows, more), fall = (each.rows for each in seen), float((small - large)[:, 0].max())
+    parts: list[Segment] = [getattr(each, part) for each in seen]
+    rows, more = (each.rows for each in seen)
+    passes = [
+        np.array([(step.live, min(step.waiting, each.saved_bytes)) for step in steps], dtype=float)
+        for steps, each in zip(parts, seen, strict=True)
+    ]  # (moments, 2): live, waiting; what the loss saves stays
+    if len({tuple(step.operation for step in steps) for steps in parts}) > 1:
+        highest = [_highest(seen, passes, share) for share in (1.0, 0.0, WINDOW_LAYERS / layers)]
+        passes = [np.stack([*tops, steps[-1]]) for *tops, steps in zip(*highest, passes, strict=True)]
+    small, large = passes
+    fall = float((small - large)[:, 0].max())
     if fall > _FALL_BYTES:
         raise FallingLine(f"{more} rows that held {count(fall)}B less than {rows}")
     slope = np.maximum(0.0, large - small) / (more - rows)
     lines = np.stack([large - slope * more, slope, np.zeros_like(slope)], axis=-1)
     return Moments(live=lines[:, 0], removable=lines[:, 1])
+
+
+def _highest(seen: Sequence[Seen], passes: Sequence[NDArray[np.float64]], share: float) -> list[NDArray[np.float64]]:
+    """Return (live, waiting) of each pass where the device holds most, if of what waits only a `share` of the saved
+    bytes is on it.
+
+    Layers hold nearly the same, so this may be in another layer of each pass. All passes therefore count as in the
+    layer of the last one.
+    """
+    windows = [share * each.saved_bytes for each in seen]
+    held = [steps[:, 0] - np.maximum(0.0, steps[:, 1] - window) for steps, window in zip(passes, windows, strict=True)]
+    waits = passes[-1][held[-1].argmax(), 1] / max(1, seen[-1].saved_bytes)
+    waiting = [waits * each.saved_bytes for each in seen]
+    return [
+        np.array([most.max() + max(0.0, waits_here - window), waits_here])
+        for most, waits_here, window in zip(held, waiting, windows, strict=True)
+    ]

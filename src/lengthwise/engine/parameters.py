@@ -1,22 +1,17 @@
-"""The owner of a model's parameters, gradients and exact values on one rank, in every layout.
+"""The owner of a model's parameters, gradients and exact values on one rank.
 
-The n ranks of a node (of W) gather values and sum gradients in every pass. Replicas, the ranks with the same place in
-all nodes, sum gradients and exchange updated values once a step. A rank keeps (`engine.slices`)
+The n ranks of a node (of W) gather values and sum gradients in every pass. Ranks with the same place in all nodes sum
+gradients and exchange updated values once a step. A rank keeps (in fp32 or fp64, but `values`)
 
-    master_weights  (fp32, or fp64)     its slices among all ranks, exact
-    grad_shard      (fp32, or fp64)     the same entries' gradients, summed over all ranks and microbatches
-    values          (compute dtype)     its slices among the ranks of its node, which forward reads
-    grads           (fp32, or fp64)     the same entries' gradients, summed over the node's ranks and all microbatches
+    master_weights, grad_shard    its slices among all ranks: exact values, summed gradients
+    values, grads                 its slices in its node: values in the compute dtype, summed gradients
 
-    zero1 (also stages)     n = 1: values and grads are whole, and the model's parameters are views of them, in the
-                            model's order; buckets have many layers; frozen parameters stay in place
-    zero3                   n = W: all four are slices of units (`engine.units`), which are freed except around their
-                            passes; hooks gather and sum them (`engine.unit_waves`). Frozen parameters too, in their
-                            dtype
-    hybrid                  1 < n < W: zero3 in a node, zero1 between nodes
+    zero1 (also stages)     n = 1: both are whole, and the model's parameters are views
+    zero3                   n = W: hooks gather and sum units (`engine.unit_waves`)
+    hybrid                  1 < n < W: zero3 in, zero1 between nodes
 
-Two tensors with the same entries are one, except values in another dtype with zero1; zero3 casts when it gathers. Bytes
-per parameter: docs/sharding.md. Source: ZeRO stages 1 and 3 (arXiv 1910.02054).
+Two tensors with the same entries are one, except values in another dtype with zero1; zero3 casts when it gathers
+(docs/sharding.md; ZeRO, arXiv 1910.02054).
 """
 
 from __future__ import annotations

@@ -1,15 +1,14 @@
 """What layers without attention pass along a cut sequence: states of scans, and the tokens before a convolution.
 
-A position computes each of its *spans* at once: its low chunk and its high one; the two of the last position touch and
-are one span. A scan maps the state before a span to the state after it, by an affine map that needs no other rank. In
-a *sweep* of d - 1 rounds, all between neighbours of a piece, each position learns the states before its spans:
+A position computes each of its *spans* at once: its low and its high chunk, of the last position both together. A scan
+maps the state before a span to the state after it. In a *sweep* of d - 1 rounds between neighbours, each position
+learns the states before its spans:
 
     up,   round r: position r -> r + 1          the state before the low span of r + 1
     down, round r: position d-1-r -> d-2-r      the map of all tokens between the two spans of d-2-r
 
-The zigzag cut read from its end is a zigzag cut with low and high exchanged, so backward is a sweep of the same rounds.
-A convolution over `width` tokens needs the width - 1 tokens before each span, its *halo*: one round, mostly between
-neighbours, from farther away only if chunks are shorter than the halo.
+Backward sweeps in the same rounds. A convolution over `width` tokens needs the width - 1 tokens before each span, its
+*halo*: one round, from beyond neighbours only if chunks are shorter.
 """
 
 from __future__ import annotations

@@ -4,9 +4,8 @@ Rounding errors grow with depth, and with a rounded router's choice of experts, 
 Hugging Face therefore runs in bf16 too, with two attention kernels, and all three models are compared with fp32 at the
 same rounded parameters. The planned model may differ `FACTOR` times as much as a plain one, plus a floor. Parameters of
 one kind (whose names differ in numbers only) share their largest difference, or the median over all parameters if that
-is larger, because a single tensor's difference is half chance. The gradient of a state's decay is a sum that cancels,
-with an fp32 error of about 1e-4 in any implementation: such models are compared with fp64, and plain fp32 gives the
-effect of rounding.
+is larger. The gradient of a state's decay has an fp32 error of about 1e-4 in any implementation: such models are
+compared with fp64, and plain fp32 gives the effect of rounding.
 """
 
 from __future__ import annotations
