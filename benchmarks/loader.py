@@ -54,6 +54,7 @@ from lengthwise.models.model_source import tiny_config
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.actors import serving
 from lengthwise.run.checks import prepare_job
+from lengthwise.run.feeds import FedRank
 from lengthwise.run.job import Job
 from lengthwise.session.source import PlanAhead
 from pages import Findings, markdown, parse_options, verdict
@@ -247,8 +248,15 @@ def remote_table(folder: Path, rows: int, blocks: int, steps: int, tokens: int) 
     start, found, held = time.perf_counter(), list[tuple[Block, Block]](), list[float]()
     with PlannerProcess() as process, ExitStack() as stack:
         assert isinstance(jobs[1].dataset, FedDataset)
-        world, how = World(rank=0, world_size=1), {"timeout_seconds": 600.0, "say": lambda _line: None}
-        stack.enter_context(serving(jobs[1].dataset, world, SoloTransport(), ending=stack, **how))
+        fed = FedRank(
+            dataset=jobs[1].dataset,
+            world=World(rank=0, world_size=1),
+            transport=SoloTransport(),
+            timeout_seconds=600.0,
+            say=lambda _line: None,
+            ending=stack,
+        )
+        stack.enter_context(serving(fed))
         started = time.perf_counter() - start
         ours, theirs = Loops(jobs[1], steps), Loops(jobs[0], steps)
         for block in range(-1, blocks):
