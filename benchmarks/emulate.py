@@ -30,7 +30,6 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -83,6 +82,10 @@ class Lengths:
     def identity(self) -> object:
         """What all ranks agree on."""
         return self.lengths
+
+    def planned_by(self, plan: object) -> Lengths:  # noqa: ARG002
+        """Return itself: no plan shares prefixes here."""
+        return self
 
     def read_ahead(self, segments: object) -> None:
         """Do nothing: there are no tokens."""
@@ -165,7 +168,7 @@ def emulate(asked: Emulation, batches: list[list[int]]) -> list[Step]:
         capacities = {"none": asked.cluster.capacity_tokens}
         planning = StepPlanning(ranks=asked.cluster.ranks, cost=asked.cost, capacities=capacities, options=options)
         with nullcontext() if transport.rank else PlannerProcess() as process:
-            return steps_of(transport, None if process is None else partial(process.plan, planning))
+            return steps_of(transport, None if process is None else lambda batch: process.plan(planning, batch.lengths))
 
     def steps_of(transport: Any, planner: StepPlanner | None) -> list[Step]:
         stream: Iterator[Any] = iter([Lengths(batch) for batch in batches])

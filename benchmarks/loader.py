@@ -31,7 +31,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -99,9 +98,8 @@ class Loops:
 
     def prepared(self, process: PlannerProcess) -> Block:
         """Run a block from prepared data; return seconds a step, and those waited."""
-        ahead = PlanAhead(
-            self._batches, partial(process.plan, self._job.planning), self._transport, timeout_seconds=600
-        )
+        planner = lambda batch: process.plan(self._job.planning, batch.lengths)  # noqa: E731
+        ahead = PlanAhead(self._batches, planner, self._transport, timeout_seconds=600)
         self._made, spent, waited = [], 0.0, 0.0
         with noted_tensors() as reading:
             for number in range(1 + self._steps):

@@ -26,7 +26,8 @@ def plan_of(lengths, ranks):
 
 def ahead_of(batches, planner, transport, *, timeout_seconds=20):
     steps = iter([StepBatch(DATA, ids) for ids in batches])
-    return PlanAhead(steps, planner if transport.rank == 0 else None, transport, timeout_seconds=timeout_seconds)
+    of_batch = None if transport.rank else lambda batch: planner(batch.lengths)
+    return PlanAhead(steps, of_batch, transport, timeout_seconds=timeout_seconds)
 
 
 @given(

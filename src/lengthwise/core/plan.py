@@ -18,7 +18,7 @@ from lengthwise.core.shape import UNCUT, LayerCut
 from lengthwise.core.sizes import MOST, is_number
 
 SCHEMA = "lengthwise.plan/1"
-KNOWN_FEATURES = frozenset({"heads", "shares", "pipeline", "waves"})
+KNOWN_FEATURES = frozenset({"branches", "heads", "shares", "pipeline", "waves"})
 RECOMPUTE_KINDS = ("none", "layer", "all_but_attention")
 SCHEDULE_KINDS = ("free", "waves", "pipeline")
 _MOST_DEPTH = 50
@@ -60,8 +60,9 @@ class Microbatch:
 class Plan:
     """The ordered microbatches of one step.
 
-    tokens: the length of each sequence. notes: facts that running it does not need (planner, predicted seconds, bound),
-    written as extra top-level keys.
+    tokens: the length of each sequence. parents: for each sequence the one that it continues, or None; () if none
+    does. A sequence sees all tokens of those that it continues. notes: facts that running it does not need (planner,
+    predicted seconds, bound), written as extra top-level keys.
     """
 
     ranks: int
@@ -71,6 +72,7 @@ class Plan:
     microbatches: tuple[Microbatch, ...]
     schedule: Mapping[str, Any] = field(default_factory=lambda: {"kind": "free"})
     requires: tuple[str, ...] = ()
+    parents: tuple[int | None, ...] = ()
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -78,6 +80,16 @@ class Plan:
         """The pipeline stages and chunks of each rank; `UNCUT` unless the plan's kind is `pipeline`."""
         is_cut, of = self.schedule["kind"] == "pipeline", self.schedule.get
         return LayerCut(stages=of("stages", 1), virtual=of("virtual", 1)) if is_cut else UNCUT
+
+    @property
+    def firsts(self) -> tuple[int, ...]:
+        """The position of each sequence's first token, in a checked plan: the number of tokens that it continues."""
+        found = [0] * len(self.tokens)
+        for sequence, parent in enumerate(self.parents):
+            while parent is not None:
+                found[sequence] += self.tokens[parent]
+                parent = self.parents[parent]
+        return tuple(found)
 
     @property
     def ring_tokens(self) -> int:
@@ -93,6 +105,7 @@ class Plan:
             "layers": self.layers,
             "capacity": self.capacity,
             "tokens": list(self.tokens),
+            **({"parents": list(self.parents)} if self.parents else {}),
             "schedule": dict(self.schedule),
         }
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {**head, **self.notes}.items()]
@@ -156,7 +169,7 @@ def _read_plan(text: str, where: str) -> Plan:
     rows = raw.get("microbatches")
     if not isinstance(rows, list):
         raise _refuse(f"{where}: microbatches", "a list", rows)
-    known = {"schema", "requires", "ranks", "layers", "capacity", "tokens", "schedule", "microbatches"}
+    known = {"schema", "requires", "ranks", "layers", "capacity", "tokens", "parents", "schedule", "microbatches"}
     notes = {key: value for key, value in raw.items() if key not in known}
     if is_deeper([notes, schedule], _MOST_DEPTH):  # writing and pickling the plan recurse
         raise _refuse(where, f"notes of at most {_MOST_DEPTH} levels", "deeper nesting")
@@ -167,9 +180,18 @@ def _read_plan(text: str, where: str) -> Plan:
         tokens=_wholes(raw.get("tokens"), f"{where}: tokens", least=1),
         schedule=schedule,
         requires=tuple(requires),
+        parents=_read_parents(raw.get("parents"), f"{where}: parents"),
         microbatches=tuple(_read_microbatch(row, f"{where}: microbatch {i}") for i, row in enumerate(rows)),
         notes=notes,
     )
+
+
+def _read_parents(value: object, where: str) -> tuple[int | None, ...]:
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not value:
+        raise _refuse(where, "a list with a sequence or null for each sequence", value)
+    return tuple(None if one is None else _whole(one, f"{where}[{i}]", least=0) for i, one in enumerate(value))
 
 
 def _read_microbatch(row: object, where: str) -> Microbatch:

@@ -38,6 +38,7 @@ from lengthwise.cost.shard_choice import (
     wanted_tokens,
 )
 from lengthwise.cost.terms import Cost, plain_cost
+from lengthwise.cost.trees import Tree, folded, lengths_of
 
 __all__ = [
     "DTYPE_BYTES",
@@ -60,15 +61,18 @@ __all__ = [
     "PassShares",
     "StepBytes",
     "StepMemory",
+    "Tree",
     "all_terms_cost",
     "analytic_cost",
     "check_host",
     "check_trained",
     "choose_shard",
     "costs",
+    "folded",
     "hardware_of_gpu",
     "laid_cost",
     "layer_shapes",
+    "lengths_of",
     "logits_at_once",
     "loss_bytes",
     "memory_of",

@@ -14,6 +14,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost.links import Floats
 from lengthwise.cost.passes import parts_by_shares
 from lengthwise.cost.terms import Cost
+from lengthwise.cost.trees import folded
 
 STEPS = 20  # the latest steps, which count
 _LEAST_STEPS = 5  # needed to tell a slow rank from a slow moment
@@ -48,6 +49,7 @@ def rank_speeds(cost: Cost, steps: Sequence[RanStep]) -> tuple[float, ...] | Non
 
 def _busy_seconds(plan: Plan, cost: Cost) -> Floats:
     """Return the arithmetic and overhead of each rank; unlike `score`, only its own share of a ring."""
+    plan, cost = folded(plan, cost)
     busy = np.zeros(plan.ranks)
     for microbatch in plan.microbatches:
         passes = cost.passes(microbatch.recompute)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lengthwise.core.errors import DataError
+from lengthwise.core.plan import Plan
+from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.sampler import Position
@@ -19,7 +23,7 @@ NO_PLACEHOLDERS: Mapping[int, str] = MappingProxyType({})
 
 
 class StepBatch:
-    """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data.
+    """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data, or its end (`planned_by`).
 
     loss_weight: the sum of all tokens' loss weights, the divisor of the summed loss; without weights `loss_tokens`.
     end, digest: as in `Batch`. placeholders: ids of tokens that are refused when they are read (`models.placeholders`).
@@ -38,6 +42,36 @@ class StepBatch:
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
         self.loss_tokens = int(dataset.loss_tokens[list(self.ids)].sum())
         self.loss_weight = float(dataset.loss_weights[list(self.ids)].sum())
+        self._starts: Sequence[tuple[int, int]] = [(row, 0) for row in range(len(self.ids))]
+
+    def planned_by(self, plan: Plan) -> Self:
+        """Return the batch for segments of a plan, whose sequences may continue others.
+
+        Its first sequences are the ends of the batch's, in order. Those after them are read from one that continues
+        them.
+        """
+        if not plan.parents:
+            return self
+        found, firsts = copy.copy(self), plan.firsts
+        row_of: dict[int, int] = {}
+        for row in range(len(self.ids)):
+            assert firsts[row] + plan.tokens[row] == self.lengths[row], f"sequence {row} of {self.lengths[row]} tokens"
+            one: int | None = row
+            while one is not None:
+                row_of.setdefault(one, row)
+                one = plan.parents[one]
+        found._starts = [(row_of[sequence], first) for sequence, first in enumerate(firsts)]
+        return found
+
+    def shared_prefixes(self) -> SharedPrefixes | None:
+        """Return the prefixes without labels that sequences share, or None if they share none, or are read later."""
+        return None
+
+    def places(self, segments: Iterable[Segment]) -> Iterator[tuple[int, int, int]]:
+        """Yield (index, start, stop) of each segment of a plan: tokens of the batch's sequence of this index."""
+        for segment in segments:
+            index, first = self._starts[segment.sequence]
+            yield index, first + segment.start, first + segment.stop
 
     @property
     def identity(self) -> object:
@@ -50,25 +84,28 @@ class StepBatch:
         Raises:
             DataError: a token stands for an image or a sound.
         """
+        return self._tensors(list(self.places(segments)))
+
+    def _tensors(self, places: Sequence[tuple[int, int, int]]) -> tuple[Tensor, Tensor, Tensor]:
         ids, labels = [], []
-        for segment in segments:
-            row = self.ids[segment.sequence]
-            ids.append(self.dataset.read(row, segment.start, segment.stop)[0])
+        for index, start, stop in places:
+            row = self.ids[index]
+            ids.append(self.dataset.read(row, start, stop)[0])
             refuse_placeholders(ids[-1], self._placeholders, lambda row=row: self.dataset.name(row))
-            labels.append(self.shift_labels(segment.sequence, segment.start, segment.stop))
-        return _tensor(ids), self.positions(segments), _tensor(labels)
+            labels.append(self.shift_labels(index, start, stop))
+        return _tensor(ids), _tensor([np.arange(start, stop) for _, start, stop in places]), _tensor(labels)
 
     def positions(self, segments: Sequence[Segment]) -> Tensor:
         """Return the positions of these segments' tokens in their sequences, (tokens,)."""
-        return _tensor([np.arange(segment.start, segment.stop) for segment in segments])
+        return _tensor([np.arange(start, stop) for _, start, stop in self.places(segments)])
 
     def read_ahead(self, segments: Sequence[Segment]) -> None:
         """Begin to read these segments from disk, without waiting."""
-        self.dataset.read_ahead([(self.ids[segment.sequence], segment.start, segment.stop + 1) for segment in segments])
+        self.dataset.read_ahead([(self.ids[index], start, stop + 1) for index, start, stop in self.places(segments)])
 
     def sequences(self, segments: Sequence[Segment]) -> Tensor:
         """Return the number of the sequence of each token in these segments, (tokens,)."""
-        return _tensor([np.full(segment.num_tokens, self.ids[segment.sequence]) for segment in segments])
+        return _tensor([np.full(stop - start, self.ids[index]) for index, start, stop in self.places(segments)])
 
     def shift_labels(self, index: int, start: int, stop: int) -> np.ndarray:
         """Return the label after each token from `start` to `stop`, int32 [stop - start]; `NO_LOSS` after the last."""
@@ -78,17 +115,16 @@ class StepBatch:
     def weights(self, segments: Sequence[Segment]) -> Tensor | None:
         """Return the loss weights of the tokens of a rank's segments, (tokens,) in fp32, or None if all are equal."""
         found = []
-        for segment in segments:
-            row, stop = self.ids[segment.sequence], min(segment.stop + 1, self.lengths[segment.sequence])
-            weights = self.dataset.read_weights(row, segment.start + 1, stop)
+        for index, start, stop in self.places(segments):
+            weights = self.dataset.read_weights(self.ids[index], start + 1, min(stop + 1, self.lengths[index]))
             if weights is None:
                 return None
-            found.append(np.pad(weights, (0, segment.num_tokens - len(weights))))
+            found.append(np.pad(weights, (0, stop - start - len(weights))))
         return torch.from_numpy(np.concatenate(found)) if found else None
 
     def whole(self, index: int) -> tuple[Tensor, Tensor]:
         """Return (input_ids, shift_labels) of a whole sequence, (tokens,) each."""
-        ids, _, labels = self.tensors([Segment(sequence=index, start=0, stop=self.lengths[index])])
+        ids, _, labels = self._tensors([(index, 0, self.lengths[index])])
         return ids, labels
 
 

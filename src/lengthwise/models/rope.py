@@ -41,6 +41,11 @@ def sequence_lengths(model: nn.Module, spans: Sequence[tuple[int, int]]) -> Iter
             del module.forward  # the class's forward is left
 
 
+def has_length_rope(model: nn.Module) -> bool:
+    """Return whether a rotary module uses the length of a sequence."""
+    return bool(_length_rope(model))
+
+
 def forget_lengths(model: nn.Module) -> None:
     """Reset dynamic frequencies to those of a new model."""
     device = next(model.parameters()).device

@@ -2,7 +2,7 @@
 
 All positions share the borders of chunks, so without a window no mask is needed: a position's own keys are one causal
 block; both its query chunks see the low chunk of a lower position; its high chunk sees both chunks of a higher one. A
-window drops and trims blocks.
+window drops and trims blocks. Sequences that continue another one see all of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TokenSpan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Meeting:
+class Meeting:
     """Queries and the keys they see; `window` is set if the window's edge crosses the block."""
 
     queries: TokenSpan
@@ -56,6 +56,23 @@ class Queries:
     row: int
     heads: HeadRange
 
+    def task(self, meeting: Meeting, *, sequence: int, owner: int) -> BlockTask:
+        """Return the block of a meeting with keys of `owner`."""
+        queries, keys = meeting.queries, meeting.keys
+        return BlockTask(
+            piece=self.piece,
+            sequence=sequence,
+            owner=owner,
+            q_start=self.row + queries.offset,
+            q_stop=self.row + queries.end,
+            kv_start=keys.offset,
+            kv_stop=keys.end,
+            causal=meeting.causal,
+            window=meeting.window,
+            distance=queries.start - keys.start,
+            heads=self.heads,
+        )
+
 
 def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None) -> Iterator[BlockTask]:
     """Yield the blocks of one position's queries against the shard of position `owner`, diagonal blocks first.
@@ -65,25 +82,13 @@ def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window
     """
     own, q_offset, kv_offset = queries.shard, 0, 0
     for low, high, held_low, held_high in zip(own[::2], own[1::2], held[::2], held[1::2], strict=True):
-        q_spans, kv_spans = _spans(low, high, q_offset), _spans(held_low, held_high, kv_offset)
+        q_spans, kv_spans = chunk_spans(low, high, q_offset), chunk_spans(held_low, held_high, kv_offset)
         if window is None or high.stop <= window:
             blocks = _whole_blocks(q_spans, kv_spans, own=owner == queries.position)
         else:
             blocks = _window_blocks(q_spans, kv_spans, window)
         for block in blocks:
-            yield BlockTask(
-                piece=queries.piece,
-                sequence=low.sequence,
-                owner=owner,
-                q_start=queries.row + block.queries.offset,
-                q_stop=queries.row + block.queries.end,
-                kv_start=block.keys.offset,
-                kv_stop=block.keys.end,
-                causal=block.causal,
-                window=block.window,
-                distance=block.queries.start - block.keys.start,
-                heads=queries.heads,
-            )
+            yield queries.task(block, sequence=low.sequence, owner=owner)
         q_offset += low.num_tokens + high.num_tokens
         kv_offset += held_low.num_tokens + held_high.num_tokens
 
@@ -99,34 +104,35 @@ def positions_seeing(bounds: Sequence[int], owner: int, window: int) -> Iterator
                     yield min(later, last - later)
 
 
-def _spans(low: Segment, high: Segment, offset: int) -> list[TokenSpan]:
+def chunk_spans(low: Segment, high: Segment, offset: int) -> list[TokenSpan]:
+    """Return the spans of a sequence's two chunks, which lie in a shard from `offset` on; none is empty."""
     middle = offset + low.num_tokens
     spans = [
         TokenSpan(offset=offset, start=low.start, stop=low.stop),
         TokenSpan(offset=middle, start=high.start, stop=high.stop),
     ]
     if low.stop == high.start:  # the innermost position holds two chunks side by side
-        spans = [_joined(spans)]
+        spans = [joined(spans)]
     return [span for span in spans if span.stop > span.start]
 
 
-def _joined(spans: Sequence[TokenSpan]) -> TokenSpan:
+def joined(spans: Sequence[TokenSpan]) -> TokenSpan:
     """Join adjacent spans of a shard into one."""
     tokens = spans[-1].end - spans[0].offset
     return TokenSpan(offset=spans[0].offset, start=spans[0].start, stop=spans[0].start + tokens)
 
 
-def _whole_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], *, own: bool) -> Iterator[_Meeting]:
+def _whole_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], *, own: bool) -> Iterator[Meeting]:
     if own:
         if q_spans:
-            yield _Meeting(queries=_joined(q_spans), keys=_joined(q_spans), causal=True)
+            yield Meeting(queries=joined(q_spans), keys=joined(q_spans), causal=True)
         return
     for seeing, keys in groupby(kv_spans, lambda keys: [span for span in q_spans if span.start >= keys.stop]):
         if seeing:  # keys seen by the same queries are one block; these queries are adjacent, up to the last
-            yield _Meeting(queries=_joined(seeing), keys=_joined(list(keys)))
+            yield Meeting(queries=joined(seeing), keys=joined(list(keys)))
 
 
-def _window_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], window: int) -> Iterator[_Meeting]:
+def _window_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], window: int) -> Iterator[Meeting]:
     for queries in q_spans:
         for keys in kv_spans:
             if queries.start == keys.start and queries.stop == keys.stop:
@@ -134,19 +140,19 @@ def _window_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], 
     for queries in q_spans:
         for keys in kv_spans:
             if queries.start >= keys.stop:
-                yield from _edge_block(queries, keys, window)
+                yield from edge_blocks(queries, keys, window)
 
 
-def _diagonal_tiles(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[_Meeting]:
+def _diagonal_tiles(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[Meeting]:
     tile = max(window, LEAST_TILE_TOKENS)
     for first in range(queries.start, queries.stop, tile):
         last = min(first + tile, queries.stop)
         oldest = max(keys.start, first - window + 1)
         edge = window if last - 1 - oldest >= window else None
-        yield _Meeting(queries=queries.part(first, last), keys=keys.part(oldest, last), causal=True, window=edge)
+        yield Meeting(queries=queries.part(first, last), keys=keys.part(oldest, last), causal=True, window=edge)
 
 
-def _edge_block(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[_Meeting]:
+def edge_blocks(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[Meeting]:
     """Trim to queries that see a key and keys that are seen; a block in which all queries see all keys has no edge.
 
     The part with an edge has fewer queries than keys, as flash kernels need: their windows count from the last key.
@@ -158,4 +164,4 @@ def _edge_block(queries: TokenSpan, keys: TokenSpan, window: int) -> Iterator[_M
     edge_start = min(q_stop, kv_start + window)
     for start, stop, edge in ((queries.start, edge_start, None), (edge_start, q_stop, window)):
         if start < stop:
-            yield _Meeting(queries=queries.part(start, stop), keys=keys.part(kv_start, keys.stop), window=edge)
+            yield Meeting(queries=queries.part(start, stop), keys=keys.part(kv_start, keys.stop), window=edge)

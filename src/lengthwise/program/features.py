@@ -17,6 +17,7 @@ from lengthwise.core.shape import UNCUT, LayerCut
 class Feature(StrEnum):
     """A feature of plans; the value is its name in the plan file."""
 
+    BRANCHES = "branches"
     HEADS = "heads"
     OFFLOAD = "offload"
     PIPELINE = "pipeline"
@@ -64,6 +65,8 @@ def feature_uses(plan: Plan) -> Iterator[Use]:
     kind = plan.schedule.get("kind")
     if kind != "free":
         yield Use(feature=Feature(kind), value=kind)
+    if plan.parents:
+        yield Use(feature=Feature.BRANCHES)
     runs = plan.notes.get("speeds")
     if runs is not None and not (isinstance(runs, list) and all(run[1:] == [1] for run in runs)):
         yield Use(feature=Feature.SPEEDS, value=runs)

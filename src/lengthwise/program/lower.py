@@ -13,6 +13,7 @@ from functools import cached_property
 from lengthwise.core.cut import position_chunks
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.program.blocks import Queries, block_tasks, positions_seeing
+from lengthwise.program.branches import Prefix, branch_tasks, positions_continuing, prefixes_of
 from lengthwise.program.forwarding import Forwarding, Move
 from lengthwise.program.records import BlockTask, Content, HeadRange, RankRound, Round, Segment, Transfer
 from lengthwise.program.split_heads import exchange_transfers, heads_of, ring_bounds
@@ -22,17 +23,21 @@ from lengthwise.program.split_heads import exchange_transfers, heads_of, ring_bo
 class MicrobatchProgram:
     """One microbatch, lowered for all of its ranks and for layers with one sliding window, or none.
 
+    parents, firsts: as in `Plan`, or () if no sequence continues another.
     A position is a rank's place in a piece; its ring position is that of its group if the piece splits heads.
     """
 
     index: int
     microbatch: Microbatch
     tokens: tuple[int, ...]
+    parents: tuple[int | None, ...] = ()
+    firsts: tuple[int, ...] = ()
     window: int | None = None
 
     def with_window(self, window: int | None) -> MicrobatchProgram:
         """Return the same microbatch for layers with another window."""
-        longest = max(self.tokens[i] for piece in self.microbatch.pieces for i in piece.sequences)
+        firsts = self.firsts or (0,) * len(self.tokens)
+        longest = max(firsts[i] + self.tokens[i] for piece in self.microbatch.pieces for i in piece.sequences)
         return replace(self, window=None if window is None or window >= longest else window)
 
     def shard(self, piece: int, position: int) -> tuple[Segment, ...]:
@@ -136,7 +141,10 @@ class MicrobatchProgram:
             shard = self._ring_shard(index, group)
             queries = Queries(piece=index, position=group, shard=shard, row=starts[heads][index], heads=heads)
             for owner in self._forwardings[index].owners(group, ring_step):
-                found += block_tasks(queries, self._ring_shard(index, owner), owner=owner, window=self.window)
+                held, how = self._ring_shard(index, owner), {"owner": owner, "window": self.window}
+                found += block_tasks(queries, held, **how)
+                for prefix in self._prefixes[index]:
+                    found += branch_tasks(queries, held, prefix, **how)
         return tuple(found)
 
     @cached_property
@@ -146,6 +154,13 @@ class MicrobatchProgram:
             for position, rank in enumerate(piece.ranks):
                 places.setdefault(rank, []).append((index, piece, position))
         return {rank: tuple(those) for rank, those in places.items()}
+
+    @cached_property
+    def _prefixes(self) -> tuple[tuple[Prefix, ...], ...]:
+        """By piece, the sequences that others continue."""
+        if not self.parents:
+            return ((),) * len(self.microbatch.pieces)
+        return tuple(prefixes_of(piece, self.parents, self.firsts) for piece in self.microbatch.pieces)
 
     @cached_property
     def _shards(self) -> tuple[tuple[tuple[Segment, ...], ...], ...]:
@@ -198,13 +213,15 @@ class MicrobatchProgram:
             every, none = frozenset(range(1, degree)), frozenset[int]()
             return tuple(every if self.ring_tokens(index, owner) else none for owner in range(degree))
         bounds, window = [ring_bounds(self.tokens[i], piece) for i in piece.sequences], self.window
+
+        def seeing(owner: int) -> Iterator[int]:
+            for bound in bounds:
+                yield from positions_seeing(bound, owner, window)
+            for prefix in self._prefixes[index]:
+                yield from positions_continuing(bounds, prefix, owner, window)
+
         return tuple(
-            frozenset(
-                (position - owner) % degree
-                for bound in bounds
-                for position in positions_seeing(bound, owner, window)
-                if position != owner
-            )
+            frozenset((position - owner) % degree for position in seeing(owner) if position != owner)
             for owner in range(degree)
         )
 
@@ -248,7 +265,8 @@ class MicrobatchProgram:
 
 def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:
     """Lower microbatch `index` of `plan` for all of its ranks."""
-    return MicrobatchProgram(index=index, microbatch=plan.microbatches[index], tokens=plan.tokens)
+    of_branches = {"parents": plan.parents, "firsts": plan.firsts} if plan.parents else {}
+    return MicrobatchProgram(index=index, microbatch=plan.microbatches[index], tokens=plan.tokens, **of_branches)
 
 
 def lower_plan(plan: Plan, rank: int, *, ranks_in_step: int = 1) -> tuple[MicrobatchProgram, ...]:

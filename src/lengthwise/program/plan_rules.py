@@ -7,7 +7,7 @@ once.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
 from lengthwise.core.held import held_by_rank, kept_ratio
@@ -51,6 +51,8 @@ def _header_problems(plan: Plan) -> Iterator[PlanError]:
     for i, length in enumerate(plan.tokens):
         if length < 1:
             yield _problem(f"tokens[{i}]", "a length of at least 1", length)
+    if len(plan.parents) not in (0, len(plan.tokens)):
+        yield _problem("parents", f"one for each of the {len(plan.tokens)} sequences", len(plan.parents))
     for feature in sorted(features_of(plan) & REQUIRED - set(plan.requires)):
         yield _problem("requires", f'"{feature}" listed, since the plan uses it', list(plan.requires))
     if plan.schedule.get("kind") == Feature.PIPELINE:
@@ -73,6 +75,8 @@ def _piece_problems(plan: Plan, piece: Piece, where: str) -> Iterator[PlanError]
     for sequence in piece.sequences:
         if not 0 <= sequence < len(plan.tokens):
             yield _problem(where, f"sequences from 0 to {len(plan.tokens) - 1}", f"sequence {sequence}")
+    if len(plan.parents) == len(plan.tokens):
+        yield from _branch_problems(plan.parents, piece, where)
     if piece.heads < 1 or piece.degree % piece.heads:
         yield _problem(where, f"heads that divide the {piece.degree} ranks", f"heads {piece.heads}")
     if piece.shares is not None:
@@ -80,6 +84,21 @@ def _piece_problems(plan: Plan, piece: Piece, where: str) -> Iterator[PlanError]
             yield _problem(where, f"{piece.degree} shares, one per rank", f"{len(piece.shares)} shares")
         if not all(share >= 0 for share in piece.shares) or not 0 < sum(piece.shares) < float("inf"):
             yield _problem(where, "shares of 0 or more with a finite sum above 0", list(piece.shares))
+
+
+def _branch_problems(parents: Sequence[int | None], piece: Piece, where: str) -> Iterator[PlanError]:
+    """Check that a piece lists each sequence after the one that it continues, depth first."""
+    path: list[int] = []  # the last sequence, after those that it continues
+    for sequence in piece.sequences:
+        parent = parents[sequence] if 0 <= sequence < len(parents) else None
+        while path and path[-1] != parent:
+            path.pop()
+        if parent is not None and not path:
+            expected = (
+                f"sequence {sequence} in the piece of sequence {parent}, which it continues, depth first after it"
+            )
+            yield _problem(where, expected, list(piece.sequences))
+        path.append(sequence)
 
 
 def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[PlanError]:

@@ -52,6 +52,11 @@ class SessionKeywords(TrainingSettings):
         default=False,
         description="True keeps fp32 master weights and the optimizer's states in host memory; default False",
     )
+    share_prefixes: Literal["auto", "off"] = Field(
+        default="auto",
+        description="auto computes a prefix without labels once for all rows of a step that begin with it, as prompts "
+        "of GRPO and DPO, where that saves more than 5 % of the time by the costs; off: never; default auto",
+    )
     precision: Literal["bf16"] | None = Field(
         default=None,
         description="bf16: mixed precision over fp32 weights; by default a surrounding torch.autocast decides. For "
@@ -79,6 +84,7 @@ class StepOptions(TypedDict, total=False):
     fused_layers: FusedLayers
     experts: Experts
     overlap: bool | None
+    share_prefixes: Literal["auto", "off"]
     offload_optimizer: bool
 
 

@@ -134,7 +134,10 @@ class SumCheck(LossCheck):
 
 
 class KnownShare(partial[Tensor]):
-    """A `ComputeLoss` that is known to return a share, so it is not checked; it may make all logits of a microbatch."""
+    """A `ComputeLoss` that is known to return a share of labels alone, so it is not checked.
+
+    It may make all logits of a microbatch.
+    """
 
     whole_logits = True
 
@@ -190,6 +193,11 @@ def takes_whole_logits(loss: TokenLoss | None, compute_loss: ComputeLoss | None)
     if isinstance(compute_loss, KnownShare):
         return compute_loss.whole_logits
     return loss is not None or compute_loss is not None
+
+
+def counts_labels_alone(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> bool:
+    """Return whether a step's loss is known to leave out tokens without a label."""
+    return loss is None and (compute_loss is None or isinstance(compute_loss, KnownShare))
 
 
 def objective_of(

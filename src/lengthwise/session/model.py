@@ -15,11 +15,15 @@ from lengthwise.models import (
     check_model_config,
     check_recompute,
     has_balance_loss,
+    has_dropout,
     left_alone,
+    mixing_of,
     whole_model,
     wrapped_layers,
 )
 from lengthwise.models.model_stage import PassedThrough
+from lengthwise.models.rope import has_length_rope
+from lengthwise.program import Mixing
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -96,6 +100,15 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         refuse("a model that is not quantized", "a quantized model", "Load it in bfloat16.")
     raise_problems(problems)
     return next(iter(dtypes))
+
+
+def can_share_prefixes(model: Any) -> bool:
+    """Return whether a prefix computed once gives rows the same result as computed for every row.
+
+    It does not with states that run on from it, or random numbers, router losses and rotations of whole rows.
+    """
+    plain = mixing_of(model) == Mixing() and not has_length_rope(model)
+    return plain and not has_dropout(model) and not has_balance_loss(model.config)
 
 
 def towers_sentence(model: Any) -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Plan
@@ -32,29 +31,40 @@ _WHOLE = {"logits": "whole"}  # a note of plans
 class SessionPlanning:
     """Planning for losses in chunks, and for losses over whole logits; both are the same under a given capacity.
 
-    expects_whole: whether steps are planned ahead for whole logits. process: the planner's process, on rank 0. priced:
-    returns a planning with the costs and speeds of ranks measured since.
+    expects_whole: whether steps are planned ahead for whole logits. expects_labels: whether for a loss of labels alone,
+    in which prefixes without labels may be shared; shares: whether they may at all. process: the planner's process, on
+    rank 0. priced: returns a planning with the costs and speeds of ranks measured since.
     """
 
     chunked: StepPlanning
     whole: StepPlanning
     expects_whole: bool = False
+    expects_labels: bool = True
+    shares: bool = False
     process: PlannerProcess | None = None
     priced: Callable[[StepPlanning], StepPlanning] = _as_it_is
 
     def start(self, process: PlannerProcess) -> StepPlanner:
         """Plan with a process from now on; return a function that plans a step ahead for the losses then expected."""
         self.process = process
-        return lambda lengths: process.plan(self.priced(self.ahead), lengths)
+        return lambda batch: self._plan(process, self.priced(self.ahead), batch, self.expects_labels)
 
-    def plan(self, engine: Engine, batch: StepBatch, name: str, *, whole: bool) -> PlannedStep:
+    def plan(self, engine: Engine, batch: StepBatch, name: str, *, whole: bool, labels: bool) -> PlannedStep:
         """Plan a batch for a loss over whole logits, or in chunks. Collective. name: the step in messages.
+
+        labels: whether tokens without a label do not count in the loss.
 
         Raises:
             MemoryShortage: whole logits of 128 tokens do not fit.
         """
         planning = self.of(whole=whole)
-        return engine.planned(batch, name, self.process and partial(self.process.plan, planning))
+        process = self.process
+        return engine.planned(batch, name, process and (lambda batch: self._plan(process, planning, batch, labels)))
+
+    def _plan(
+        self, process: PlannerProcess, planning: StepPlanning, batch: StepBatch, labels: bool
+    ) -> tuple[str, float]:
+        return process.plan(planning, batch.lengths, batch.shared_prefixes() if self.shares and labels else None)
 
     @property
     def ahead(self) -> StepPlanning:
@@ -73,9 +83,10 @@ class SessionPlanning:
             raise MemoryShortage("loss", expected=expected, got="less, as measured at the start", remedy=remedy)
         return self.whole if whole else self.chunked
 
-    def suits(self, plan: Plan, *, whole: bool) -> bool:
-        """Return whether a plan is for this session's number of ranks, and fits into memory with the loss."""
-        return plan.ranks == self.chunked.ranks and (not whole or self.whole.notes.items() <= plan.notes.items())
+    def suits(self, plan: Plan, *, whole: bool, labels: bool) -> bool:
+        """Return whether a plan is for this session's ranks, fits into memory with the loss, and shares what may be."""
+        fits = plan.ranks == self.chunked.ranks and (not whole or self.whole.notes.items() <= plan.notes.items())
+        return fits and (labels or not plan.parents)
 
 
 def for_whole_logits(planning: StepPlanning, held: Capacities) -> StepPlanning:

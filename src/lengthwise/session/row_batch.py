@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import DataError, LengthwiseError, raise_problems
+from lengthwise.core.prefixes import SharedPrefixes, shared_prefixes
 from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
@@ -91,11 +92,20 @@ class RowBatch(StepBatch):
                 found.update(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return found.hexdigest()
 
+    def shared_prefixes(self) -> SharedPrefixes | None:
+        """Return the prefixes that rows share, of tokens that predict no label, or None if they share none."""
+        starts = list[np.ndarray]()
+        for number, length in enumerate(self.lengths):
+            ids, labels = self.dataset.read(number, 0, length)
+            labelled = np.flatnonzero(labels[1:] != NO_LOSS)
+            starts.append(ids[: labelled[0] if len(labelled) else length - 1])
+        return shared_prefixes(starts, self.lengths)
+
     def column(self, name: str, segments: Sequence[Segment]) -> Tensor:
         """Return a column of a rank's segments, (tokens, ...), in local order."""
         values = self.columns[name]
         none = values[0][:0]  # in waves a rank may have no segment
-        return torch.cat([none, *(values[segment.sequence][segment.start : segment.stop] for segment in segments)])
+        return torch.cat([none, *(values[index][start:stop] for index, start, stop in self.places(segments))])
 
 
 def rows_of(planned: PlannedStep) -> RowBatch:

@@ -24,7 +24,7 @@ from lengthwise.models import Computing, check_computing, check_cut, has_own_log
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session.engine import Engine
 from lengthwise.session.keywords import keyword_problems, read_keywords
-from lengthwise.session.model import PRECISIONS, check_session_model
+from lengthwise.session.model import PRECISIONS, can_share_prefixes, check_session_model
 from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
 from lengthwise.session.room import kinds_of, measured_of
@@ -42,7 +42,8 @@ class SessionSettings:
     optimizer: the loop's torch optimizer. If None, nothing trains, or the run file names the optimizer. seed: seed of
     dropout. most_tokens, context_tokens: maximum tokens of a global batch and of a sequence; None if unknown.
     takes_any_loss: whether losses may need whole logits. is_read_between: whether the loop may read the model between
-    steps. keeps_frozen: whether frozen parameters keep their dtype.
+    steps. keeps_frozen: whether frozen parameters keep their dtype. shares_prefixes: whether plans may compute prefixes
+    once.
     """
 
     asked: TrainingSettings
@@ -59,6 +60,7 @@ class SessionSettings:
     takes_any_loss: bool = True
     is_read_between: bool = True
     keeps_frozen: bool = True
+    shares_prefixes: bool = False
 
     @property
     def offload(self) -> OffloadConfig | None:
@@ -139,6 +141,7 @@ def check_settings(
         computing=computing,
         seed=seed,
         timeout_seconds=timeout_seconds,
+        shares_prefixes=asked.share_prefixes == "auto",
     )
 
 
@@ -202,4 +205,8 @@ def planning_of(
         heads=asked.heads,
         context_tokens=settings.context_tokens,
     )
-    return SessionPlanning(chunked=ahead, whole=ahead if whole is None else for_whole_logits(ahead, whole))
+    return SessionPlanning(
+        chunked=ahead,
+        whole=ahead if whole is None else for_whole_logits(ahead, whole),
+        shares=settings.shares_prefixes and can_share_prefixes(engine.model),
+    )

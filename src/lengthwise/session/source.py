@@ -25,8 +25,8 @@ _SAME_ROWS = (
     "shuffling on all ranks, and the same version of lengthwise."
 )
 
-StepPlanner = Callable[[Sequence[int]], tuple[str, float]]
-"""Returns the plan file of a step's lengths, and the seconds that planning took."""
+StepPlanner = Callable[[StepBatch], tuple[str, float]]
+"""Returns the plan file of a batch, and the seconds that planning took."""
 
 _Made = tuple[StepBatch | None, tuple[str, float] | None]  # a batch, None after the last; its plan, on rank 0
 
@@ -132,7 +132,7 @@ class PlanAhead:
         batch = next(self._batches, None)
         if batch is None:
             return None, None
-        return batch, None if self._planner is None else self._planner(batch.lengths)
+        return batch, None if self._planner is None else self._planner(batch)
 
     def _made(self, name: str) -> list[tuple[str, float] | None]:
         """Return the finished plans not sent yet, on rank 0; wait for the plan of `name`."""
@@ -152,6 +152,7 @@ class PlanAhead:
         plan = Plan.from_json(text, f"plan of {name}" if not self._known else f"plan of a step after {name}")
         refuse_unsupported(plan, num_heads=self._num_heads, cut=self._cut)
         rank = self._transport.rank // self._cut.stages  # in the plan
+        batch = batch.planned_by(plan)
         batch.read_ahead([each for program in lower_plan(plan, rank) for each in program.segments(rank)])
         return PlannedStep(batch=batch, plan=plan, plan_seconds=seconds)
 

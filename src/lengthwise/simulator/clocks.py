@@ -17,7 +17,7 @@ import numpy as np
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, folded
 from lengthwise.cost.links import Floats
 from lengthwise.program.features import SIMULATOR, features_of
 from lengthwise.program.stage_clocks import stage_clocks
@@ -32,6 +32,7 @@ def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
         PlanError: the plan has another number of stages than `cost`, shares with split heads, unequal speeds, or
             features that `cost` does not price.
     """
+    plan, cost = folded(plan, cost)
     if not features_of(plan) <= SIMULATOR:
         expected, got = "ranks of one speed, all that is simulated", "a plan for unequal ranks"
         remedy = "Score it instead (`lengthwise plan --speeds` prints that), or plan without {speeds}."

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import LayerCut
-from lengthwise.cost import Choice, Cost
+from lengthwise.cost import Choice, Cost, folded
 from lengthwise.planner.problem.speeds import noted_speeds, read_speeds
 from lengthwise.program.stage_clocks import stage_clocks
 
@@ -62,6 +62,7 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
         PlanError: a feature that these costs do not price.
         ConfigError: invalid speeds.
     """
+    asked, (plan, cost) = plan, folded(plan, cost)
     speeds = noted_speeds(plan) if speeds is None else read_speeds(speeds, plan.ranks)
     cut = replace(plan.cut, stages=_priced_stages(plan, cost))
     lock_step = plan.schedule["kind"] == "waves"
@@ -80,8 +81,8 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
     return Score(
         makespan_seconds=max(free) if cut.stages == 1 else _pipelined_seconds(plan, totals, cut, cost),
         busy_seconds=tuple(busy),
-        ring_tokens=plan.ring_tokens,
-        num_tokens=sum(plan.tokens),
+        ring_tokens=asked.ring_tokens,
+        num_tokens=sum(asked.tokens),
     )
 
 

@@ -1,7 +1,8 @@
 """The planner process beside rank 0: both ends of its pipes (docs/decisions/planner-process.md).
 
-One pipe takes pickled (`StepPlanning`, lengths); the other answers each with a pickled (plan file, seconds) or a
-LengthwiseError. Only these two processes have the pipes, so pickles are safe. Closing the first pipe ends the process.
+One pipe takes pickled (`StepPlanning`, lengths, shared prefixes); the other answers each with a pickled (plan file,
+seconds) or a LengthwiseError. Only these two processes have the pipes, so pickles are safe. Closing the first pipe ends
+the process.
 """
 
 from __future__ import annotations
@@ -19,14 +20,17 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import BinaryIO
+from typing import BinaryIO, TypeAlias
 
 from lengthwise.core.errors import LengthwiseError, RankError
+from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.core.processes import end_with_parent, ending_signals_blocked, has_one_thread, start_module
 from lengthwise.planner.service.step_planning import StepPlanning
 
 _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
 _GRACE_SECONDS = 3.0  # wait for the exit status of a process whose pipe is closed
+
+_Request: TypeAlias = tuple[StepPlanning, tuple[int, ...], SharedPrefixes | None]
 
 
 class PlannerProcess:
@@ -54,8 +58,10 @@ class PlannerProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def plan(self, planning: StepPlanning, lengths: Sequence[int]) -> tuple[str, float]:
-        """Return (checked plan file, seconds) of one step.
+    def plan(
+        self, planning: StepPlanning, lengths: Sequence[int], shared: SharedPrefixes | None = None
+    ) -> tuple[str, float]:
+        """Return (checked plan file, seconds) of one step. shared: as in `StepPlanning.plan`.
 
         Raises:
             LengthwiseError: planning raised it.
@@ -63,7 +69,7 @@ class PlannerProcess:
         """
         with self._asking:
             try:
-                pickle.dump((planning, tuple(lengths)), self._requests)
+                pickle.dump((planning, tuple(lengths), shared), self._requests)
                 self._requests.flush()
                 answer = pickle.load(self._answers)  # noqa: S301 - from our own process
             except (OSError, EOFError, ValueError, pickle.UnpicklingError):
@@ -138,7 +144,7 @@ def _serve_forked(parent: int, reading: int, writing: int) -> None:
 
 def _serve(reading: int, writing: int) -> None:
     answers = os.fdopen(writing, "wb")
-    requests: SimpleQueue[tuple[StepPlanning, tuple[int, ...]]] = SimpleQueue()
+    requests: SimpleQueue[_Request] = SimpleQueue()
     threading.Thread(target=_read, args=(os.fdopen(reading, "rb"), requests), daemon=True).start()
     try:
         while True:
@@ -152,7 +158,7 @@ def _serve(reading: int, writing: int) -> None:
         os._exit(1)
 
 
-def _read(pipe: BinaryIO, requests: SimpleQueue[tuple[StepPlanning, tuple[int, ...]]]) -> None:
+def _read(pipe: BinaryIO, requests: SimpleQueue[_Request]) -> None:
     while True:
         try:
             requests.put(pickle.load(pipe))  # noqa: S301 - from the process that started this one
@@ -160,10 +166,12 @@ def _read(pipe: BinaryIO, requests: SimpleQueue[tuple[StepPlanning, tuple[int, .
             os._exit(0)
 
 
-def _answer(planning: StepPlanning, lengths: tuple[int, ...]) -> tuple[str, float] | LengthwiseError:
+def _answer(
+    planning: StepPlanning, lengths: tuple[int, ...], shared: SharedPrefixes | None
+) -> tuple[str, float] | LengthwiseError:
     start = time.perf_counter()
     try:
-        plan = planning.plan(lengths)
+        plan = planning.plan(lengths, shared)
     except LengthwiseError as error:
         return error
     return plan.to_json(), time.perf_counter() - start

@@ -1,0 +1,39 @@
+"""Prefixes that sequences of a step have in common, so that a plan can compute them once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+LEAST_SHARED_TOKENS = 16  # of a prefix: a block for fewer costs more than it saves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrefixes:
+    """Sequences of a step in an order in which those with a common prefix are neighbours.
+
+    common[i]: how many first tokens sequence order[i] has in common with order[i - 1], less than both have; 0 for the
+    first, and for fewer than `LEAST_SHARED_TOKENS`.
+    """
+
+    order: tuple[int, ...]
+    common: tuple[int, ...]
+
+
+def shared_prefixes(starts: Sequence[np.ndarray], lengths: Sequence[int]) -> SharedPrefixes | None:
+    """Return the prefixes that sequences of these lengths share, or None if they share none.
+
+    starts: the first tokens of each sequence, int32 (0 or more,), of which a prefix may be made.
+    """
+    texts = [start.astype(">i4").tobytes() for start in starts]  # in this form they sort as the tokens do
+    order = sorted(range(len(starts)), key=lambda number: (texts[number], -lengths[number], number))
+    common = [0]
+    for before, number in pairwise(order):
+        one, other = (starts[each][: min(len(starts[before]), len(starts[number]))] for each in (before, number))
+        differ = np.flatnonzero(one != other)
+        same = int(differ[0]) if len(differ) else len(one)
+        common.append(same if same >= LEAST_SHARED_TOKENS else 0)
+    return SharedPrefixes(order=tuple(order), common=tuple(common)) if any(common) else None

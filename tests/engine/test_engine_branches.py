@@ -1,0 +1,86 @@
+"""A prefix computed once, in any plan: loss and gradients are those of whole rows, one after the other."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from testing import SIZES, run_step
+from testing.plans import random_plan
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
+
+from lengthwise.cost import plain_cost
+from lengthwise.models import keep_double
+from lengthwise.models.adapter import attending_by_plan
+from lengthwise.planner.prefixes import plan_shared
+from lengthwise.program import check_plan
+from lengthwise.session.row_batch import RowBatch
+from properties import costly
+
+VOCAB = SIZES["vocab_size"]
+COST = plain_cost(linear_seconds=1e-4, quadratic_seconds=1e-9)
+CONFIGS = {
+    "llama": LlamaConfig(**SIZES),
+    "gemma3": Gemma3TextConfig(
+        **SIZES, sliding_window=20, layer_types=["sliding_attention", "full_attention"]
+    ),
+}
+
+
+def grouped_rows(choose, sizes):
+    """Draw rows in groups with one prompt: sizes are (tokens of the prompt, tokens of each answer)."""
+    system, rows = [choose.randrange(VOCAB) for _ in range(18)], []
+    for prompt, answers in sizes:
+        asked = [*system, *(choose.randrange(VOCAB) for _ in range(prompt))]
+        for answer in answers:
+            said = [choose.randrange(VOCAB) for _ in range(answer)]
+            rows.append({"input_ids": torch.tensor(asked + said), "labels": torch.tensor([-100] * len(asked) + said)})
+    choose.shuffle(rows)
+    return rows
+
+
+def plain_step(model, rows):
+    """Return loss and gradients of the rows one by one, by the model's own attention."""
+    total, count = 0.0, sum(int((row["labels"][1:] != -100).sum()) for row in rows)
+    for row in rows:
+        logits = model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="sum")
+    (total / count).backward()
+    return total.item() / count, {name: each.grad for name, each in model.named_parameters()}
+
+
+@costly
+@given(
+    sizes=st.lists(
+        st.tuples(st.integers(1, 60), st.lists(st.integers(1, 40), min_size=1, max_size=5)), min_size=1, max_size=3
+    ),
+    ranks=st.integers(1, 4),
+    seed=st.integers(0, 2**16),
+    name=st.sampled_from(sorted(CONFIGS)),
+)
+def test_a_shared_prefix_gives_what_whole_rows_give(sizes, ranks, seed, name):
+    choose = random.Random(seed)
+    rows = grouped_rows(choose, sizes)
+    batch = RowBatch(rows)
+    shared = batch.shared_prefixes()
+    if shared is None:
+        return
+
+    def any_plan(lengths, _cost):
+        return random_plan(choose, ranks, lengths, num_heads=CONFIGS[name].num_attention_heads)
+
+    plan = plan_shared(batch.lengths, shared, choose.choice([60, 200, 2000]), COST, any_plan)
+    if plan is None:
+        return
+    check_plan(plan)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager", dtype=torch.float64)
+    with keep_double(torch.float64):
+        loss, gradients = plain_step(model, rows)
+    model.zero_grad()
+    with attending_by_plan(model):
+        step = run_step(model, plan, batch.planned_by(plan))
+    assert step.loss == pytest.approx(loss, rel=1e-12)
+    for parameter, each in gradients.items():
+        assert (step.gradients[parameter] - each).abs().max() < 1e-11 * max(1.0, each.abs().max()), parameter
