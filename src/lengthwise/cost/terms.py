@@ -72,7 +72,8 @@ class Cost:
     embedding_seconds, head_seconds: per token, parts of `linear_seconds` of all stages, used to cut layers; 0: not
         measured.
     choices: what pieces whose `Choice` is not given may choose.
-    trees: (length, squared tokens of attention) of what counts as one sequence of this length (`cost.trees`).
+    trees: (length, squared tokens of attention, tokens of a block) of what counts as one sequence of this length
+        (`cost.trees`), by length.
 
     Raises:
         ConfigError: a coefficient that is negative or not finite, all of them zero, or invalid links.
@@ -111,7 +112,7 @@ class Cost:
     embedding_seconds: float = 0.0
     head_seconds: float = 0.0
     choices: Choices = _NOTHING
-    trees: tuple[tuple[float, float], ...] = ()
+    trees: tuple[tuple[float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         coefficients = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_seconds")}
@@ -240,31 +241,23 @@ class Cost:
         if not self.block_efficiency:
             return seconds
         points, shares = zip(*self.block_efficiency, strict=True)
-        blocks = tokens / positions
+        blocks = self._of_trees(2, tokens, tokens) / positions
         return seconds / (np.interp(blocks, points, shares) * np.minimum(1.0, blocks / points[0]))
 
     def seen_pairs(self, tokens: Floats) -> Floats:
         """Return the squared tokens of attention, entry i of sequence i: s^2 unless a window is shorter, or a tree."""
-        seen = self._seen_pairs(tokens)
-        if self.trees:
-            lengths, pairs = np.array(self.trees).T
-            place = np.minimum(np.searchsorted(lengths, tokens), len(lengths) - 1)
-            seen = np.where(lengths[place] == tokens, pairs[place], seen)
-        return seen
-
-    def with_trees(self, trees: Mapping[int, Sequence[tuple[int, int]]]) -> Cost:
-        """Return the costs with the pairs of trees: by length, the positions (first, stop) of each of its sequences."""
-        return replace(self, trees=tuple((float(length), self._pairs_of(trees[length])) for length in sorted(trees)))
-
-    def _pairs_of(self, spans: Sequence[tuple[int, int]]) -> float:
-        firsts, stops = np.array(spans, dtype=np.float64).T
-        return float((self._seen_pairs(stops) - self._seen_pairs(firsts)).sum())
-
-    def _seen_pairs(self, tokens: Floats) -> Floats:
         seen = tokens * tokens
         for window, share in self.windows:
             seen = seen - share * np.maximum(0.0, tokens - window) ** 2  # s^2 - (2 s w - w^2)
-        return seen
+        return self._of_trees(1, tokens, seen)
+
+    def _of_trees(self, entry: int, tokens: Floats, others: Floats) -> Floats:
+        """Return an entry of `trees` for the lengths that are trees, and `others` for all else."""
+        if not self.trees:
+            return others
+        columns = np.array(self.trees).T
+        place = np.minimum(np.searchsorted(columns[0], tokens), len(self.trees) - 1)
+        return np.where(columns[0][place] == tokens, columns[entry][place], others)
 
     def hops_seconds(self, degree: int) -> float:
         """Return the part of a plain ring's seconds that depends only on its degree: latency of its ring steps."""

@@ -1,13 +1,15 @@
 """Costs of sequences that continue others: a tree of them counts as one sequence of all its tokens.
 
 Planners, scores and the simulator know a sequence by its length. A tree gets a length of its own, and `Cost.trees` says
-how many pairs of tokens it sees: fewer than one sequence of this length.
+how many pairs of tokens it sees, in blocks of which size: both are less than those of one sequence of this length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
 
 from lengthwise.core.plan import Plan
 from lengthwise.cost.terms import Cost
@@ -38,7 +40,21 @@ def lengths_of(trees: Sequence[Tree], cost: Cost) -> tuple[tuple[int, ...], Cost
         while shapes.setdefault(length, spans) != spans:
             length += 1
         lengths[number] = length
-    return tuple(lengths), cost.with_trees({length: spans for length, spans in shapes.items() if len(spans) > 1})
+    own = replace(cost, trees=())
+    trees = tuple((float(each), *_attention(shapes[each], own)) for each in sorted(shapes) if len(shapes[each]) > 1)
+    return tuple(lengths), replace(cost, trees=trees)
+
+
+def _attention(spans: Sequence[tuple[int, int]], cost: Cost) -> tuple[float, float]:
+    """Return the squared tokens of a tree, and the tokens of a block whose speed is about the mean of its blocks.
+
+    The tokens of a sequence see themselves, a block as long as the sequence, and those that it continues, a block as
+    long as these (for all sequences at once, as `program.branches` has it), with 2 squared tokens a pair.
+    """
+    firsts, stops = np.array(spans, dtype=np.float64).T
+    squared = float((cost.seen_pairs(stops) - cost.seen_pairs(firsts)).sum())
+    by_length = float(((stops - firsts) * (1 + 2 * (firsts > 0))).sum())  # squared tokens over the block's length
+    return squared, squared / by_length
 
 
 def folded(plan: Plan, cost: Cost) -> tuple[Plan, Cost]:
