@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from lengthwise.core.errors import PlanError
@@ -40,25 +40,39 @@ class StepPlanning:
     def plan(self, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> Plan:
         """Plan one step; `check_plan` accepts the plan.
 
-        shared: prefixes that the step may compute once. It does if that saves more than 5 % of the predicted time.
+        shared: prefixes that the step may compute once. It does if that saves more than 5 % of the predicted time;
+            either way a note says what the other plan would take.
 
         Raises:
             LengthwiseError: there is no plan.
         """
         apart = self._plan(lengths, self.cost)
-        return apart if shared is None else self._shared(lengths, shared, apart) or apart
+        once = None if shared is None else self._shared(lengths, shared, apart.capacity)
+        if once is None:
+            return apart
+        seconds, seconds_apart = (float(plan.notes["predicted_seconds"]) for plan in (once, apart))
+        if seconds >= _LEAST_SAVED * seconds_apart:
+            return replace(apart, notes={**apart.notes, "seconds_shared": seconds})
+        check_plan(once)
+        return replace(once, notes={**once.notes, "seconds_apart": seconds_apart})
 
-    def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, apart: Plan) -> Plan | None:
-        """Return the fastest plan that computes shared prefixes once, or None if that does not pay."""
-        least, best = _LEAST_SAVED * float(apart.notes["predicted_seconds"]), None
-        for most_tokens in sorted({min(apart.capacity, -(-sum(lengths) // self.ranks)), apart.capacity}):
-            with suppress(PlanError):  # of a planner that cuts no sequence
+    def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, capacity: int) -> Plan | None:
+        """Return the fastest plan that computes shared prefixes once, or None if there is none.
+
+        Trees, like sequences, may be cut over ranks: they are made twice as large as long as that is faster.
+        """
+        best, least = None, inf
+        most_tokens = min(capacity, -(-sum(lengths) // self.ranks))
+        while most_tokens <= self.ranks * capacity:
+            try:
                 plan = plan_shared(lengths, shared, most_tokens, self.cost, self._plan)
-                if plan is not None and (seconds := float(plan.notes["predicted_seconds"])) < least:
-                    best, least = plan, seconds
-        if best is not None:
-            check_plan(best)
-            best = replace(best, notes={**best.notes, "seconds_apart": apart.notes["predicted_seconds"]})
+            except PlanError:  # of a planner that cuts no sequence
+                break
+            if plan is not None:
+                if (seconds := float(plan.notes["predicted_seconds"])) >= least:
+                    break
+                best, least = plan, seconds
+            most_tokens *= 2
         return best
 
     def _plan(self, lengths: Sequence[int], cost: Cost) -> Plan:
