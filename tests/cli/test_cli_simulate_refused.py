@@ -36,6 +36,13 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
         (["--lengths", "github", "--batch-tokens", "8G", "--context", 1], "a batch of at most 4,194,304 sequences"),
         (["--lengths", "github", "--mode", "pipeline"], "--pp: expected a number in mode pipeline"),
         (["--lengths", "github", "--recompute", "auto"], "--recompute"),
+        *(
+            (["--lengths", "github", "--branches", wrong], "--branches: expected 2 or more completions x 17 or more")
+            for wrong in ("8", "0x10", "8x0", "ax3")
+        ),
+        (["--lengths", "github", "--branches", "8x1K", "--context", "1K"], "more than the 1024 tokens of a prompt"),
+        (["--lengths", "github", "--branches", "8x1K", "--details"], "--branches: expected nothing beside planners"),
+        (["--lengths", "github", "--branches", "8x1K", "--model", "lfm2-350m"], "a model whose layers only attend"),
         (["--lengths", "github", "--context", "2M", "--planners", "static", "--offload", "off"], "256 ranks"),
     ],
 )

@@ -6,10 +6,12 @@ import pytest
 
 from lengthwise.cost import logits_at_once, named_hardware, named_shape
 from lengthwise.cost.shard_choice import Shard
+from lengthwise.report.branches import branches_json, branches_notes
 from lengthwise.report.simulation import answer_notes
 from lengthwise.simulator import (
     LAYOUTS,
     OURS,
+    Branches,
     Found,
     RankMesh,
     Scenario,
@@ -64,6 +66,32 @@ def test_a_rival_takes_the_best_of_all_its_settings(name: str) -> None:
     seconds = [run(batch, FEW, "zero3", held, kind, how).mean_seconds for kind, held, how in tries]
     assert len(set(seconds)) > 2
     assert taken.mean_seconds == min(seconds)
+
+
+@pytest.mark.parametrize(("prompt_tokens", "shares"), [(2000, True), (150, False)])
+def test_prompts_are_computed_once_where_that_pays_and_by_ours_alone(prompt_tokens: int, shares: bool) -> None:
+    """On the mesh of whole sequences, which all others run as if they shared nothing."""
+    scenario = Scenario(shape=named_shape("qwen3-0.6b"), hardware=H100, devices=2, kinds=("layer",))
+    batch = [prompt_tokens + 1000] * 16
+    apart = compare([batch], scenario)
+    found = compare([batch], replace(scenario, branches=Branches(completions=8, prompt_tokens=prompt_tokens)))
+    assert [row.any_mesh.steps for row in found.rivals] == [row.any_mesh.steps for row in apart.rivals]
+    assert found.apart.any_mesh.mesh == found.ours.any_mesh.mesh == apart.ours.any_mesh.mesh
+    assert found.apart.any_mesh.step_seconds == apart.ours.any_mesh.step_seconds
+    figures, (note,) = branches_json(found), branches_notes(found)
+    (saved,) = figures["saved_seconds_ratio"]
+    times = apart.ours.any_mesh.mean_seconds / found.ours.any_mesh.mean_seconds
+    if shares:
+        assert figures["saved_tokens_ratio"] == pytest.approx(14 * 1999 / sum(batch))
+        assert f"{100 * figures['saved_tokens_ratio']:.1f} % fewer tokens" in note
+        assert f"{times:.2f}x as long" in note
+        assert saved == pytest.approx(1 - 1 / times, rel=0.01)
+        assert saved > 0.3
+    else:
+        assert (figures["steps_sharing"], times) == (0, 1)
+        assert 0.01 < saved < 0.05
+        assert f"not computed once: that would save {100 * saved:.1f} % of the predicted time" in note
+    assert branches_notes(apart) == []
 
 
 def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:

@@ -16,6 +16,7 @@ from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, s
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.simulator import (
     MODEL_ERROR,
+    Branches,
     Setting,
     chosen_ranks,
     chrome_trace,
@@ -76,6 +77,22 @@ def test_study_compares_on_the_same_batches() -> None:
     assert ours.percentile_seconds(50) == sorted(ours.step_seconds)[1]
     assert ours.percentile_seconds(100) == max(ours.step_seconds)
     assert ours.mean("idle_ratio") == pytest.approx(np.mean([step.idle_ratio for step in ours.steps]))
+
+
+def test_prompts_computed_once_take_the_work_of_their_own_tokens() -> None:
+    """On one rank, by hand: 2 prompts of 1,000 tokens before 4 completions of 500; figures are of all sequences."""
+    cost, lengths = Cost(linear_seconds=1e-3, quadratic_seconds=1e-6), [1500] * 8
+    branches = Branches(completions=4, prompt_tokens=1000)
+    setting = replace(SETTING, memory=step_memory(SHAPE, HARDWARE, 1), cost=cost, capacities={"none": 20_000})
+    whole, once = (run_batches("lengthwise", [lengths], setting, shared=shared) for shared in (None, branches.shared))
+    assert whole.mean_seconds == pytest.approx(8 * (1500 * 1e-3 + 1500**2 * 1e-6))
+    pairs = 999**2 + 4 * (1500**2 - 999**2)
+    assert once.mean_seconds == pytest.approx(2 * ((999 + 4 * 501) * 1e-3 + pairs * 1e-6))
+    assert once.mean("computed_tokens") == 2 * (999 + 4 * 501)
+    assert once.steps[0].saved_ratio == pytest.approx(1 - once.mean_seconds / whole.mean_seconds)
+    for name in ("num_tokens", "flops", "ideal_seconds"):
+        assert once.mean(name) == whole.mean(name)
+    assert once.tokens_per_second == pytest.approx(8 * 1500 / once.mean_seconds)
 
 
 def test_trace_shows_chosen_ranks_from_start_to_end() -> None:

@@ -18,7 +18,7 @@ import tyro
 from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one
 from lengthwise.cli.output import plain_console, refuse_unwritable, write_atomically
 from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, compare_ways, search_planners
-from lengthwise.cli.sources import KnownLengths, lengths_of_data, listed_lengths, refuse_data
+from lengthwise.cli.sources import KnownLengths, lengths_of_data, listed_lengths, read_branches, refuse_data
 from lengthwise.core.errors import Collector, ConfigError, ModelRefused, OutputError, raise_problems
 from lengthwise.core.files import read_json
 from lengthwise.core.names import counted, unknown_name
@@ -77,6 +77,9 @@ class Simulate:
         None
     )
     """Tokens of one step."""
+    branches: Annotated[str | None, tyro.conf.arg(metavar="NxTOKENS", help_behavior_hint="")] = None
+    """Completions of each prompt, and tokens of every prompt, for example 8x1K (GRPO). Lengths are then those of
+    completions, in the order of a step; Lengthwise computes a prompt once where that pays."""
     lora: Annotated[int | None, tyro.conf.arg(metavar="R", help_behavior_hint="")] = None
     """Train LoRA adapters of this LoRA rank on all linear layers instead of the whole model."""
     offload_optimizer: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -118,7 +121,11 @@ class Simulate:
 
         asked, console = self._read(), plain_console()
         known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
-        batches, context = known.batches(asked.wanted_tokens, self.batches, asked.context_tokens)
+        branches = asked.scenario.branches
+        prompt_tokens = 0 if branches is None else branches.prompt_tokens
+        batches, context = known.batches(
+            asked.wanted_tokens, self.batches, asked.context_tokens, prompt_tokens=prompt_tokens
+        )
         planners = asked.planners if self.is_detailed else []
         scenario = replace(asked.scenario, context_tokens=context, loader=self.loader)
         changes = {"kinds": self.machine.kinds, "offloads": self.offload_optimizer}
@@ -220,10 +227,12 @@ class Simulate:
             attempt(partial(_refuse_others_files, self.out))
         if self.lora is not None:
             attempt(partial(read_whole, "--lora", self.lora))
-        for option, given in (("--lora", self.lora), ("--offload-optimizer", self.offload_optimizer or None)):
+        branches = None if self.branches is None else attempt(partial(read_branches, self.branches))
+        of_rows = (("--lora", self.lora), ("--offload-optimizer", self.offload_optimizer or None))
+        for option, given in (*of_rows, ("--branches", self.branches)):
             if given is not None and self.is_detailed:
                 remedy = "Leave out one of them."
-                expected = "nothing beside planners in detail, which train whole models on the devices"
+                expected = "nothing beside planners in detail, which train whole models and sequences on the devices"
                 problems.add(ConfigError(option, expected=expected, got=str(given), remedy=remedy))
         planners = attempt(self._planner_names)
         for name in ("batches", "trace_ranks"):
@@ -237,12 +246,17 @@ class Simulate:
         scenario = self.machine.read(self.planning, problems, one_device=not self.all)
         options, cost = self.machine.options(self.planning), _cost_of_one_mesh(scenario) if scenario else None
         layers = scenario.shape.layers if scenario else 1
+        if branches and scenario and scenario.shape.mixer_kept:
+            expected, remedy = "a model whose layers only attend", "Leave it out: each sequence computes its prompt."
+            got = f"{scenario.shape.name}, with states or convolutions, which sequences cannot share yet"
+            problems.add(ConfigError("--branches", expected=expected, got=got, remedy=remedy))
         for planner in planners or ["lengthwise"]:
             attempt(partial(replace(options, planner=planner, layers=layers).checked, 1, cost))
         problems.raise_all()
         if not (planners and scenario):
             raise AssertionError("what is None or empty was reported")
         wanted = wanted or TOKENS_A_DEVICE * scenario.devices
+        scenario = replace(scenario, branches=branches)
         return SimulationInput(
             planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, scenario=scenario
         )
@@ -273,15 +287,19 @@ class Simulate:
         return names
 
     def _about(self, scenario: Scenario, batches: list[list[int]], known: KnownLengths) -> str:
+        from lengthwise.report.branches import branches_text
+
         mesh = "" if scenario.only is None else f", all on one mesh: {scenario.only}"
         mesh = f"{mesh}, LoRA of rank {self.lora}" if self.lora else mesh
         mesh = f"{mesh}, optimizer on the host" if self.offload_optimizer else mesh
+        shared = branches_text(scenario.branches)
         sums = sorted({sum(batch) for batch in batches})
         size = f"{sums[0]:,}" if len(sums) == 1 else f"{sums[0]:,} to {sums[-1]:,}"
         return (
             f"{scenario.shape.name} on {counted(scenario.devices, 'device')} of {scenario.hardware.name}{mesh}; "
             f"{counted(len(batches), 'batch')} of {size} tokens of {known.name}, "
             f"longest {max(map(max, batches)):,}{f'; loader: {self.loader}' * (self.loader != 'none')}"
+            f"{'; ' * bool(shared)}{shared}"
             f"{'; ' * bool(known.note)}{known.note}"
         )
 

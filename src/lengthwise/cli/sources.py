@@ -11,10 +11,11 @@ import numpy as np
 
 from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
-from lengthwise.core.sizes import parse_tokens
+from lengthwise.core.sizes import parse_tokens, read_whole
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
+    from lengthwise.simulator.branches import Branches
 
 _RUN_FILES = (".yaml", ".yml")
 _PUBLISHED_CONTEXT = "128K"
@@ -101,30 +102,43 @@ class KnownLengths:
             )
         return "; ".join(notes)
 
-    def batches(self, wanted_tokens: int, number: int, context_tokens: int | None) -> tuple[list[list[int]], int]:
+    def batches(
+        self, wanted_tokens: int, number: int, context_tokens: int | None, *, prompt_tokens: int = 0
+    ) -> tuple[list[list[int]], int]:
         """Draw `number` batches, each with its own seed; return them and the longest possible sequence.
 
+        prompt_tokens: in front of each known length; a sequence is both.
+
         Raises:
-            ConfigError: a context below the longest of one's own lengths, or batches of too many of them; Problems:
-                both.
+            ConfigError: a context below the longest of one's own lengths, or not above the prompt, or batches of too
+                many of them; Problems: several of these.
         """
         from lengthwise.data.recipes import draw_lengths
 
         if self.recipe is not None:
             context = context_tokens or parse_tokens(_PUBLISHED_CONTEXT, "--context")
+            if context <= prompt_tokens:
+                expected, remedy = f"more than the {prompt_tokens} tokens of a prompt", "Raise it."
+                raise ConfigError("--context", expected=expected, got=str(context), remedy=remedy)
             self._refuse_many(wanted_tokens // context, wanted_tokens)
-            return [draw_lengths(self.recipe, wanted_tokens, seed, context) for seed in range(number)], context
-        longest = max(self.lengths)
+            own = context - prompt_tokens
+            batches = [draw_lengths(self.recipe, wanted_tokens, seed, own) for seed in range(number)]
+            if prompt_tokens:
+                whole = ([prompt_tokens + length for length in lengths] for lengths in batches)
+                batches = [drawn_batch(lengths, wanted_tokens, seed) for seed, lengths in enumerate(whole)]
+            return batches, context
+        lengths = [prompt_tokens + length for length in self.lengths]
+        longest = max(lengths)
         problems: list[ConfigError] = []
         if context_tokens is not None and longest > context_tokens:
             expected, remedy = f"at least the longest sequence, {longest}", "Raise it."
             problems.append(ConfigError("--context", expected=expected, got=str(context_tokens), remedy=remedy))
         try:
-            self._refuse_many(round(wanted_tokens * len(self.lengths) / sum(self.lengths)), wanted_tokens)
+            self._refuse_many(round(wanted_tokens * len(lengths) / sum(lengths)), wanted_tokens)
         except ConfigError as error:
             problems.append(error)
         raise_problems(problems)
-        return [drawn_batch(self.lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
+        return [drawn_batch(lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
 
     def _refuse_many(self, sequences: int, wanted_tokens: int) -> None:
         if sequences > _MOST_SEQUENCES:
@@ -142,6 +156,21 @@ def listed_lengths(name: str) -> KnownLengths:
     if not name.endswith(".json") and not Path(name).exists():
         raise unknown_name("--lengths", name, RECIPES)
     return KnownLengths(name=name, lengths=lengths_from_file(name))
+
+
+def read_branches(text: str) -> Branches:
+    """Read `8x1K`: completions of a prompt, and its tokens; ConfigError: anything else, or nothing to share."""
+    from lengthwise.simulator.branches import LEAST_PROMPT_TOKENS, Branches
+
+    completions, _, prompt = text.lower().partition("x")
+    try:
+        number = read_whole("completions", int(completions) if completions.isdecimal() else completions, least=2)
+        tokens = read_whole("prompt", parse_tokens(prompt, "prompt"), least=LEAST_PROMPT_TOKENS)
+    except (ConfigError, ValueError):
+        expected = f"2 or more completions x {LEAST_PROMPT_TOKENS} or more tokens of their prompt, as 8x1024 or 8x1K"
+        got, remedy = repr(text), "Give both numbers."
+        raise ConfigError("--branches", expected=expected, got=got, remedy=remedy) from None
+    return Branches(completions=number, prompt_tokens=tokens)
 
 
 def refuse_data(paths: Sequence[Path], empty: str) -> None:

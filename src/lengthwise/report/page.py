@@ -94,10 +94,12 @@ def _words(words: Sequence[tuple[str, str]]) -> str:
 
 
 def degrees_of(found: Found) -> list[tuple[int, int]]:
-    """Return the different pairs of a sequence's tokens and its ranks in the first batch, ascending."""
+    """Return the different pairs of a whole sequence's tokens and its ranks in the first batch, ascending."""
     plan = found.first_plan
+    firsts, continued = plan.firsts, set(plan.parents)
     pieces = (piece for microbatch in plan.microbatches for piece in microbatch.pieces)
-    return sorted({(plan.tokens[i], piece.degree) for piece in pieces for i in piece.sequences})
+    those = ((i, piece.degree) for piece in pieces for i in piece.sequences if i not in continued)
+    return sorted({(firsts[i] + plan.tokens[i], degree) for i, degree in those})
 
 
 def _degrees(found: Found) -> str:

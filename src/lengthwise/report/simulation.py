@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lengthwise.core.names import counted
+from lengthwise.report.branches import branches_json, branches_notes
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
 from lengthwise.simulator import LAYOUTS, MODEL_ERROR, OURS, Best, Comparison, Found, Gain, gain_over
@@ -132,6 +133,7 @@ def answer_notes(comparison: Comparison) -> list[str]:
     scenario, layouts = comparison.scenario, comparison.layouts
     kernel = "" if scenario.cost else _KERNELS.get(scenario.hardware.kernel, scenario.hardware.kernel)
     notes = [f"Simulated, not measured{f'; attention at the speed of {kernel}' * bool(kernel)}."]
+    notes += branches_notes(comparison)
     fitting = [row.any_mesh for row in comparison.rivals if row.any_mesh is not None]
     if any(found.planner == BY_WORK for found in fitting):
         how = "batches sorted by work, so that like ones run at once; no trainer does that by itself"
@@ -147,7 +149,8 @@ def answer_notes(comparison: Comparison) -> list[str]:
     ]
     if len(layouts) > 1 and took:
         takes = f"takes {comparison.auto}" if comparison.auto else "finds room for none without offload"
-        notes.append(f"Layouts of Lengthwise: {', '.join(took)}; `shard: auto` {takes}.")
+        whole = ", each sequence whole" * (comparison.shared is not None)
+        notes.append(f"Layouts of Lengthwise{whole}: {', '.join(took)}; `shard: auto` {takes}.")
     return notes
 
 
@@ -249,6 +252,7 @@ def simulation_json(comparison: Comparison, facts: Mapping[str, Any]) -> dict[st
             for name, row in zip(LAYOUTS, comparison.layouts, strict=False)
         },
         "auto": comparison.auto or "",
+        "branches": branches_json(comparison),
         "rows": [
             {
                 "name": row.planner,

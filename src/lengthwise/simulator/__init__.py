@@ -1,5 +1,6 @@
 """Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
 
+from lengthwise.simulator.branches import Branches
 from lengthwise.simulator.clocks import simulate_plan
 from lengthwise.simulator.comparison import LAYOUTS, OURS, Comparison, auto_layout, compare, compare_layouts
 from lengthwise.simulator.found import Found, run_batches
@@ -16,6 +17,7 @@ __all__ = [
     "MODEL_ERROR",
     "OURS",
     "Best",
+    "Branches",
     "Comparison",
     "Found",
     "Gain",

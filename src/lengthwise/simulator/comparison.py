@@ -3,19 +3,21 @@
 Without tensor parallelism or stages: FSDP2 with padding, with packing, and with one size of ring (`rivals`), packs in
 the order of a shuffled set or, with one's own sampler, sorted by work; and Lengthwise as it trains by default: with the
 layout that a run takes (hybrid as if all nodes ran in lock-step), microbatches as memory allows. All are planned,
-simulated and searched alike (`mesh_search`). A few seconds for 8 devices.
+simulated and searched alike (`mesh_search`), with each sequence whole; then ours once more, if sequences share prompts.
+A few seconds for 8 devices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 from lengthwise.core.errors import MemoryShortage, PlanError
 from lengthwise.cost import LayoutSeconds, choose_shard, wanted_tokens
 from lengthwise.cost.shard_choice import Shard
 from lengthwise.planner import arithmetic_seconds
+from lengthwise.simulator.found import TooLarge, run_batches
 from lengthwise.simulator.layouts import MOST_RANKS, layout_seconds
 from lengthwise.simulator.mesh_search import Best, MeshSearch
 from lengthwise.simulator.meshes import RankMesh, Scenario
@@ -32,7 +34,9 @@ class Comparison:
     """What was found for each way to train on the batches of a scenario; entry i of a batch: tokens of sequence i.
 
     rivals: FSDP2 in each way that exists on these devices. layouts: Lengthwise with each layout, in the order of
-    `LAYOUTS`. auto: the layout that `shard: auto` takes, or None if none fits without offload. planners: in detail.
+    `LAYOUTS`. auto: the layout that `shard: auto` takes, or None if none fits without offload. shared: Lengthwise on
+    the mesh of `apart`, with plans that may share prompts. If None, sequences have none in common, or no such plan
+    fits. planners: in detail.
     """
 
     scenario: Scenario
@@ -40,11 +44,17 @@ class Comparison:
     rivals: tuple[Best, ...]
     layouts: tuple[Best, ...]
     auto: Shard | None = None
+    shared: Best | None = None
     planners: tuple[Best, ...] = ()
 
     @property
     def ours(self) -> Best:
-        """Lengthwise with the layout that a run takes; if none fits without offload, the quickest with it."""
+        """Lengthwise as it trains these sequences."""
+        return self.shared or self.apart
+
+    @property
+    def apart(self) -> Best:
+        """Lengthwise, each sequence whole, with the layout that a run takes, or the quickest if all need offload."""
         if self.auto:
             return self.layouts[LAYOUTS.index(self.auto)]
         quickest = min(self.layouts, key=_seconds)
@@ -72,7 +82,8 @@ def compare(batches: Batches, scenario: Scenario) -> Comparison:
     rivals = tuple(_rival(name, batches, scenario) for name in (RIVALS if scenario.devices > 1 else RIVALS[:2]))
     layouts = tuple(compare_layouts(batches, scenario))
     auto = auto_layout(batches, scenario, layouts)
-    return Comparison(scenario=scenario, batches=batches, rivals=rivals, layouts=layouts, auto=auto)
+    found = Comparison(scenario=scenario, batches=batches, rivals=rivals, layouts=layouts, auto=auto)
+    return replace(found, shared=_shared(found.apart, batches, scenario))
 
 
 def auto_layout(batches: Batches, scenario: Scenario, layouts: Sequence[Best]) -> Shard | None:
@@ -103,6 +114,17 @@ def compare_layouts(batches: Batches, scenario: Scenario) -> list[Best]:
         like = rows[-1].any_mesh if layout == "hybrid" else None  # which gathers in the same waves as zero3
         rows.append(_ours(layout, batches, scenario, like=like and like.steps[0].recompute))
     return rows
+
+
+def _shared(apart: Best, batches: Batches, scenario: Scenario) -> Best | None:
+    """Run Lengthwise on the mesh of `apart` where prompts may be computed once."""
+    if scenario.branches is None or apart.any_mesh is None:
+        return None
+    setting = scenario.setting(apart.any_mesh.mesh)
+    try:
+        return replace(apart, any_mesh=run_batches("lengthwise", batches, setting, shared=scenario.branches.shared))
+    except TooLarge:
+        return None
 
 
 def _rival(name: str, batches: Batches, scenario: Scenario) -> Best:

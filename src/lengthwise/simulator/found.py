@@ -5,16 +5,19 @@ The ideal of a batch is its arithmetic in the largest blocks, spread evenly over
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
+from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Choice, StepMemory, analytic_cost, step_flops
 from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
+from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import features_of, trains
 from lengthwise.simulator.clocks import simulate_plan
 from lengthwise.simulator.loading import loading_seconds, waits_seconds
@@ -30,8 +33,11 @@ class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
     loader_seconds: what all ranks wait for data. bound_seconds: of the plan, without the step's end. ideal_seconds: of
-    the batch on these devices. recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or
-    microbatch. features: that the plan uses.
+    the batch on these devices. num_tokens, flops: of whole sequences, without padding. computed_tokens: those of the
+    plan, padding and prefixes as often as they are computed. saved_ratio: of the predicted seconds, what prefixes that
+    are computed once save, or would save in a plan that computes sequences whole. If None, no plan shares any.
+    recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or microbatch. features: that the
+    plan uses.
     """
 
     step_seconds: float
@@ -43,6 +49,8 @@ class SimulatedStep:
     idle_ratio: float
     memory_bytes: float
     num_tokens: int
+    computed_tokens: int
+    saved_ratio: float | None
     flops: float
     recompute: str
     most_degree: int
@@ -117,11 +125,17 @@ class Found:
 
 
 def run_batches(
-    planner: str, batches: Sequence[Sequence[int]], setting: Setting, *, plan_each: PlanStep = plan_step
+    planner: str,
+    batches: Sequence[Sequence[int]],
+    setting: Setting,
+    *,
+    plan_each: PlanStep = plan_step,
+    shared: Callable[[Sequence[int]], SharedPrefixes] | None = None,
 ) -> Found:
     """Plan and simulate every batch, the lengths of a step, after the one before it and the loading of its data.
 
-    plan_each: as for `plan_recomputed`.
+    plan_each: as for `plan_recomputed`. shared: returns the prefixes of a batch that its plan may compute once. If
+    given, batches are planned as a run plans them, and `plan_each` is not called.
 
     Raises:
         LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
@@ -134,6 +148,7 @@ def run_batches(
             setting,
             replace(options, context_tokens=max(setting.context_tokens, *tokens) if is_static else None),
             plan_each,
+            shared and shared(tokens),
         )
         for tokens in batches
     ]
@@ -150,12 +165,12 @@ def run_batches(
     ]
     waits = waits_seconds(loads, [timeline.step_seconds for _, timeline in runs])
     plans, timelines = [plan for plan, _ in runs], [run[1].delayed(wait) for run, wait in zip(runs, waits, strict=True)]
-    steps = tuple(_step(plan, timeline, setting) for plan, timeline in zip(plans, timelines, strict=True))
+    steps = tuple(_step(*each, setting) for each in zip(batches, plans, timelines, strict=True))
     return Found(planner=planner, setting=setting, steps=steps, first_plan=plans[0], first=timelines[0])
 
 
 def _plan_and_simulate(
-    tokens: Sequence[int], setting: Setting, options: PlanOptions, plan_each: PlanStep
+    tokens: Sequence[int], setting: Setting, options: PlanOptions, plan_each: PlanStep, shared: SharedPrefixes | None
 ) -> tuple[Plan, Timeline]:
     """Plan and simulate one batch; where the plan must fit and does not, the better of two that might.
 
@@ -163,8 +178,13 @@ def _plan_and_simulate(
     """
 
     def simulated(kinds: Mapping[str, int], with_options: PlanOptions) -> tuple[Plan, Timeline]:
-        plan = plan_recomputed(tokens, setting.memory.ranks, setting.cost, kinds, with_options, plan_each=plan_each)
-        return plan, simulate_plan(plan, setting.cost)
+        ranks, cost = setting.memory.ranks, setting.cost
+        if shared is None:
+            plan = plan_recomputed(tokens, ranks, cost, kinds, with_options, plan_each=plan_each)
+        else:
+            planning = StepPlanning(ranks=ranks, cost=cost, capacities=kinds, options=with_options)
+            plan = planning.plan(tokens, shared)
+        return plan, simulate_plan(plan, cost)
 
     capacities, most = setting.capacities, setting.hardware.device_bytes
     first = simulated(capacities, options)
@@ -199,25 +219,34 @@ def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
     return float(alone.sum()) / (memory.ranks * memory.devices)
 
 
-def _step(plan: Plan, timeline: Timeline, setting: Setting) -> SimulatedStep:
+def _step(tokens: Sequence[int], plan: Plan, timeline: Timeline, setting: Setting) -> SimulatedStep:
     pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
     return SimulatedStep(
         step_seconds=timeline.step_seconds,
-        ideal_seconds=ideal_seconds(plan.tokens, setting),
+        ideal_seconds=ideal_seconds(tokens, setting),
         bound_seconds=float(plan.notes["bound_seconds"]),
         loader_seconds=timeline.loader_seconds,
         compute_ratio=timeline.compute_ratio,
         exposed_ratio=timeline.exposed_ratio,
         idle_ratio=timeline.idle_ratio,
         memory_bytes=needed_bytes(plan, timeline, setting.memory),
-        num_tokens=sum(plan.tokens),
-        flops=step_flops(setting.memory.shape, plan.tokens),
+        num_tokens=sum(tokens),
+        computed_tokens=sum(plan.tokens),
+        saved_ratio=_saved_ratio(plan.notes),
+        flops=step_flops(setting.memory.shape, tokens),
         recompute=plan.microbatches[0].recompute,
         most_degree=max(piece.degree for piece in pieces),
         most_heads=max(piece.heads for piece in pieces),
         most_offload=max(microbatch.offload for microbatch in plan.microbatches),
         features=features_of(plan),
     )
+
+
+def _saved_ratio(notes: Mapping[str, Any]) -> float | None:
+    predicted = notes["predicted_seconds"]
+    if "seconds_apart" in notes:
+        return 1 - predicted / notes["seconds_apart"]
+    return 1 - notes["seconds_shared"] / predicted if "seconds_shared" in notes else None
 
 
 def needed_bytes(plan: Plan, timeline: Timeline, memory: StepMemory) -> float:

@@ -25,6 +25,7 @@ from lengthwise.cost import (
 from lengthwise.cost.shard_choice import Shard
 from lengthwise.planner import PLANNING_SHARE, PlanOptions, options_of
 from lengthwise.planner.plan_options import DEFAULT
+from lengthwise.simulator.branches import Branches
 from lengthwise.simulator.rivals import LockStep
 
 _MOST_STAGES = 8
@@ -88,7 +89,8 @@ class Scenario:
     chunks of a stage all meshes have. only: the one mesh of all planners. If None, search the best of each. cost: of
     ranks of one device, measured (default: by hardware). mode: of `PlanOptions` (default: by stages and layout).
     context_tokens, loader: of `Setting`. adapters: parameters that train in place of the model's own (LoRA). If None,
-    all train. offloads: whether master weights and the optimizer's states are on the host.
+    all train. offloads: whether master weights and the optimizer's states are on the host. branches: prompts that
+    sequences have in common. If None, they have none.
     """
 
     shape: ModelShape
@@ -107,6 +109,7 @@ class Scenario:
     mode: str | None = None
     adapters: int | None = None
     offloads: bool = False
+    branches: Branches | None = None
 
     def setting(self, mesh: RankMesh) -> Setting:
         """Return what ranks of a mesh hold and take.
