@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from lengthwise.core.errors import PlanError
@@ -17,7 +18,7 @@ from lengthwise.planner.prefixes import plan_shared
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.program import check_plan
 
-_LEAST_SAVED = 0.95  # of the predicted time: a plan with shared prefixes must take less
+_LEAST_SAVED = 0.05  # of the predicted time, by a plan with shared prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +46,21 @@ class StepPlanning:
         Raises:
             LengthwiseError: there is no plan.
         """
-        apart = self._plan(lengths, self.cost)
-        return apart if shared is None else self._shared(lengths, shared, apart) or apart
+        if shared is None or sum(shared.common) < _LEAST_SAVED * sum(lengths):
+            return self._plan(lengths, self.cost)
+        apart = self._plan(lengths, self.cost, planning_share=PLANNING_SHARE / 2)
+        return self._shared(lengths, shared, apart) or apart
 
     def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, apart: Plan) -> Plan | None:
         """Return the fastest plan that computes shared prefixes once, or None if that does not pay."""
-        least, best = _LEAST_SAVED * float(apart.notes["predicted_seconds"]), None
-        for most_tokens in sorted({min(apart.capacity, -(-sum(lengths) // self.ranks)), apart.capacity}):
-            with suppress(PlanError):  # of a planner that cuts no sequence
-                plan = plan_shared(lengths, shared, most_tokens, self.cost, self._plan)
+        least, best = (1 - _LEAST_SAVED) * float(apart.notes["predicted_seconds"]), None
+        of_rank = -(-sum(lengths) // self.ranks)
+        sizes = {min(apart.capacity, size) for size in (of_rank // 2, of_rank, 2 * of_rank)}
+        planned = partial(self._plan, planning_share=PLANNING_SHARE / 2 / len(sizes))
+        for most_tokens in sorted(sizes):
+            # A tree's length may be some tokens more than it has, and then too long for a planner that cuts none.
+            with suppress(PlanError) if self.options.planner == PACKED_DP else nullcontext():
+                plan = plan_shared(lengths, shared, most_tokens, self.cost, planned)
                 if plan is not None and (seconds := float(plan.notes["predicted_seconds"])) < least:
                     best, least = plan, seconds
         if best is not None:
@@ -61,12 +68,12 @@ class StepPlanning:
             best = replace(best, notes={**best.notes, "seconds_apart": apart.notes["predicted_seconds"]})
         return best
 
-    def _plan(self, lengths: Sequence[int], cost: Cost) -> Plan:
+    def _plan(self, lengths: Sequence[int], cost: Cost, *, planning_share: float = PLANNING_SHARE) -> Plan:
         held = self._held()
         if "none" in held:  # recomputing costs time, and pays only through a larger capacity
             held = {kind: tokens for kind, tokens in held.items() if kind == "none" or tokens > held["none"]}
         context_tokens = max(self.options.context_tokens or 1, *lengths)
-        options = replace(self.options, context_tokens=context_tokens, planning_share=PLANNING_SHARE)
+        options = replace(self.options, context_tokens=context_tokens, planning_share=planning_share)
         if sum(lengths) <= min(held.values()):  # one rank could hold all of them
             options = replace(options, offload="off")
         plan = plan_recomputed(tuple(lengths), self.ranks, cost, held, options)
@@ -76,7 +83,7 @@ class StepPlanning:
             plan = replace(plan, capacity=capacity, microbatches=microbatches)
         elif self.measured is not None:
             memory, narrower = self.measured.memory, replace(self, capacities=self.measured.offloading, measured=None)
-            plan = memory.with_offload(plan) or narrower._plan(lengths, cost)
+            plan = memory.with_offload(plan) or narrower._plan(lengths, cost, planning_share=planning_share)
         check_plan(plan)
         return replace(plan, notes={**plan.notes, **self.notes})
 
