@@ -80,6 +80,7 @@ class Worker:
     """Has its rollouts from the start, and keeps what the trainer says."""
 
     def __init__(self, samples):
+        self._loop_kwargs = {"dataset_start_index": 0}  # as TRL's own worker has
         self.rollout_buffer, self.metrics_queue, self.calls = Buffer(), queue.Queue(), []
         for each in samples:
             self.rollout_buffer.put(each)

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("trl")  # an extra
 
-from async_runs import Plain, Planned, Worker, rollouts, trained
+from async_runs import GROUP, Plain, Planned, Worker, rollouts, trained
 from grpo_runs import compared
 from peft import LoraConfig
 from preferences import model
@@ -101,7 +101,17 @@ def test_a_loss_of_ones_own_may_be_no_sum(tmp_path, saved):
     compared(found, trained(plain, tmp_path, 1, saved), but=OTHERS)
 
 
-def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved):
+def test_a_loss_of_trls_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch):
+    trls = async_grpo.async_grpo.AsyncGRPOTrainer
+    before = trls.compute_loss
+    monkeypatch.setattr(trls, "compute_loss", lambda *args, **how: before(*args, **how) ** 2)
+    with pytest.raises(ConfigError, match=r"compute_loss: expected a sum over tokens, .* that differs from TRL's"):
+        trained(Planned, tmp_path, 1, saved, capacity_tokens=128)
+
+
+def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved, monkeypatch):
+    """The worker goes on at the first prompt that no update had."""
+    monkeypatch.setattr("trl.experimental.async_grpo.async_grpo_trainer.AsyncRolloutWorker", Worker)
     config = {"save_strategy": "steps", "save_steps": 2}
     whole = trained(Planned, tmp_path, 1, saved, config=config, capacity_tokens=128)
     rest, checkpoint = list(rollouts())[24:], str(tmp_path / "checkpoint-2")
@@ -110,6 +120,7 @@ def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved):
         whole["logs"][2][name] for name in ("loss", "grad_norm")
     ]
     assert difference(again["weights"], whole["weights"]) == 0.0
+    assert again["trainer"].rollout_worker._loop_kwargs == {"dataset_start_index": 24 // GROUP}
 
 
 def test_what_a_plan_cannot_keep_is_refused_in_one_message(tmp_path, saved, monkeypatch):

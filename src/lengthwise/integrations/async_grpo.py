@@ -250,10 +250,10 @@ class _Shared(IterableDataset[Examples]):
 
 
 def _row(sample: Rollout) -> Rollout:
-    ids, trains = np.asarray(sample["input_ids"]), np.asarray(sample["completion_mask"]).astype(bool)
-    labels = np.where(trains & (np.arange(len(ids)) > 0), ids, NO_LOSS)  # nothing predicts the first token
+    ids = np.asarray(sample["input_ids"])
+    labels = np.where(np.asarray(sample["completion_mask"]).astype(bool), ids, NO_LOSS)
     return {"input_ids": ids, "labels": labels, **{name: sample[name] for name in _KEPT}}
 
 
 def _trains(row: Mapping[str, Any]) -> bool:
-    return bool((row["labels"] != NO_LOSS).any())
+    return bool((row["labels"][1:] != NO_LOSS).any())  # nothing predicts the first token
