@@ -169,7 +169,7 @@ def trained(
         str(folder), **{**SETTINGS, "per_device_train_batch_size": update // ranks, **(config or {})}
     )
     kept, worker, transfer = Kept(), Worker(rollouts() if samples is None else samples), Transfer()
-    given = {"processing_class": tokenizer(), "train_dataset": prompts(), **options}
+    given = {"processing_class": tokenizer(), "train_dataset": prompts(9), **options}
     given |= {"rollout_worker": worker, "weight_transfer": None if sends_adapters else transfer}
     with on_cpu(), patch("trl.experimental.async_grpo.async_grpo_trainer.VLLMClient", lambda *_: transfer):
         trainer = kind(str(model), args=args, callbacks=[kept], **given)

@@ -26,7 +26,7 @@ OF_ROWS = ("perf/", "batch/row_", "batch/samples_per_row", "batch/packing_ratio"
 OTHERS = (*OF_ROWS, "batch/forwarded_tokens_per_step", "batch/microbatches_per_step")  # a plan packs otherwise
 CASES = {
     "over the ranks": {},
-    "in two batches": {"gradient_accumulation_steps": 2},
+    "in two batches, an epoch": {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1},
     "adapters": {"epsilon_high": 0.28, "weight_sync_steps": 2},
     "adapters, over the ranks": {},
     "adapters alone sent, over the ranks": {},
@@ -46,7 +46,7 @@ def saved(tmp_path_factory):
     ("case", "ranks"),
     [
         ("over the ranks", 2),
-        ("in two batches", 3),
+        ("in two batches, an epoch", 3),
         ("adapters", 1),
         *[more(case, ranks) for case in CASES for ranks in (1, 2, 3)],
     ],

@@ -156,21 +156,21 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         return loss, result
 
     def _update_of_sum(self, planned: Any, columns: Mapping[str, Tensor], counts: Counts) -> tuple[float, StepResult]:
-        values = torch.zeros(4, int(counts[1]), dtype=self._wide, device=self.args.device)  # numbers, their gradient
+        values = torch.zeros(3, int(counts[1]), dtype=self._wide, device=self.args.device)  # both numbers, the gradient
         of_part = (counts[0], 0.0, 1.0)  # else TRL would count its tokens
 
         def share(_model: Any, inputs: dict[str, Any]) -> Tensor:
             slots, found = called(self.model_wrapped, inputs)
             assert found.label_mask is not None, "TRL's head gives it"
-            own, labelled = torch.stack([field_of(found, name) for name in _NUMBERS]), found.label_mask[0]
-            slots, own = slots[labelled], own[:, labelled]
+            labelled = found.label_mask[0]
+            slots, own = slots[labelled], [field_of(found, name)[labelled] for name in _NUMBERS]
             if not len(slots):
                 return field_of(found, "log_probs").sum() * 0.0
-            numbers = own.detach().to(self._wide)
+            numbers = torch.stack(own).detach().to(self._wide)
             with self._unlogged():
                 _, weights = self._loss(numbers, {name: each[slots] for name, each in columns.items()}, of_part)
-            values.index_add_(1, slots, torch.cat([numbers, weights]))
-            return (own * weights).sum()
+            values.index_add_(1, slots, torch.cat([numbers, weights[:1]]))
+            return (own[0] * weights[0]).sum()
 
         result = self._trained().backward(planned, compute_loss=self._plain(share), normalizer=1.0)
         numbers, used = self._trained().sum_over_ranks(values).split(2)
@@ -192,10 +192,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         return {name: torch.from_numpy(np.concatenate(each)).to(self.args.device) for name, each in found.items()}
 
     def _loss(self, numbers: Tensor, columns: Mapping[str, Tensor], counts: Counts) -> tuple[float, Tensor]:
-        """Return TRL's loss of some tokens of an update, and its gradient by their numbers, (2, tokens).
-
-        TRL logs metrics.
-        """
+        """Return TRL's loss of some tokens of an update, and its gradient by their numbers, (2, tokens); TRL logs."""
         leaf, has_term = numbers.detach().clone().requires_grad_(), columns["shift_labels"] != NO_LOSS
         # TRL divides by its part of the ranks' tokens; here one rank has all of them.
         given = dict(zip(_COUNTS, (counts[0] * self.accelerator.num_processes, *counts[1:]), strict=True))

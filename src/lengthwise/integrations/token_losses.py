@@ -154,12 +154,14 @@ def ungathered(accelerator: Any) -> Iterator[None]:
 
 
 def refuse_unequal(used: Tensor, exact: Tensor, *, where: str, expected: str) -> None:
-    """Check that the gradient that microbatches used is that of TRL's loss of all tokens, both (numbers, tokens).
+    """Check the gradient by log-probabilities that microbatches used, (1, tokens), by that of TRL's loss of all tokens.
+
+    exact: by log-probabilities and entropies, (2, tokens).
 
     Raises:
         ConfigError: it is another.
     """
-    apart = (exact - used).abs().max().item()
+    apart = max((exact[0] - used[0]).abs().max().item(), exact[1].abs().max().item())
     if apart > _UNEQUAL * exact.abs().max().item():
         remedy = "Use the TRL that this version was tested with, or override the loss by the same."
         got = f"a gradient that differs from TRL's by {apart:.1e}"
