@@ -227,8 +227,7 @@ class RolloutMixin(TokenLossMixin):
         result = self._trained().backward(rows, compute_loss=self._plain(share), normalizer=1.0)
         numbers, used = self._trained().sum_over_ranks(values).split(2)
         loss, exact = self._loss(batches, numbers)
-        expected = f"the loss {self.loss_type} as a sum over tokens"
-        refuse_unequal(used, exact, where="loss_type", expected=expected)
+        refuse_unequal(used, exact, where="loss_type", expected=f"the loss {self.loss_type} as a sum over tokens")
         return loss, result
 
     # TRL's loss.
