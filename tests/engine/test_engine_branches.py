@@ -22,9 +22,7 @@ VOCAB = SIZES["vocab_size"]
 COST = plain_cost(linear_seconds=1e-4, quadratic_seconds=1e-9)
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
-    "gemma3": Gemma3TextConfig(
-        **SIZES, sliding_window=20, layer_types=["sliding_attention", "full_attention"]
-    ),
+    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=20, layer_types=["sliding_attention", "full_attention"]),
 }
 
 

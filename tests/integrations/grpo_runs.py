@@ -8,7 +8,7 @@ from unittest.mock import patch
 import datasets
 import torch
 from preferences import tokenizer
-from trainers import Kept, weights_of
+from trainers import Kept, difference, weights_of
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 from lengthwise.integrations.trl import GRPOTrainer as PlannedGRPOTrainer
@@ -16,6 +16,7 @@ from lengthwise.integrations.trl import RLOOTrainer as PlannedRLOOTrainer
 from lengthwise.models import keep_double
 
 ROWS, GROUP = 12, 4
+TIMES = ("runtime", "per_second", "step_time", "total_flos")
 SETTINGS = {
     "gradient_accumulation_steps": 2,
     "max_steps": 2,
@@ -156,3 +157,20 @@ def trained(kind, folder, ranks, model, *, rows=ROWS, resume=None, config=None, 
                 each.data.normal_(std=0.02, generator=torch.Generator().manual_seed(number))
         trainer.train(resume_from_checkpoint=resume)
     return {"logs": kept.logs, "weights": weights_of(trainer), "trainer": trainer}
+
+
+def compared(found, expected, *, tolerance=1e-5, weights=5e-6, but=()):
+    """Compare the weights and every logged number but times, and those with a part of `but` in their names."""
+    assert len(found["logs"]) == len(expected["logs"])
+    for got, wanted in zip(found["logs"], expected["logs"], strict=True):
+        names = {name for name in wanted if not any(each in name for each in (*TIMES, *but))}
+        assert names <= got.keys()
+        apart = {name: (got[name], wanted[name]) for name in names if got[name] != wanted[name]}
+        wrong = {n: (a, b) for n, (a, b) in apart.items() if abs(a - b) > tolerance * max(abs(b), 1e-3)}
+        assert not wrong
+    own, learned = (
+        {name.removeprefix("base_model.model."): each for name, each in run["weights"].items()}
+        for run in (expected, found)
+    )
+    if learned:
+        assert difference(learned, {name: own[name] for name in learned}) < weights

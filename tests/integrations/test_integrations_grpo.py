@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("trl")  # an extra
 
-from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, in_place, trained, with_tools
+from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, compared, in_place, trained, with_tools
 from peft import LoraConfig
 from preferences import model
 from trainers import difference, in_trainers, weights_of
@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
 ]
 
-TIMES = ("runtime", "per_second", "step_time", "total_flos")
 OFF = {"num_iterations": 2, "max_steps": 3}
 LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
@@ -68,23 +67,6 @@ CASES = {
     "adapters, KL, over the ranks": {"beta": 0.1, **OFF},
     "recomputed": {},
 }
-
-
-def compared(found, expected, *, tolerance=1e-5, weights=5e-6):
-    """Compare the weights and every logged number but times."""
-    assert len(found["logs"]) == len(expected["logs"])
-    for got, wanted in zip(found["logs"], expected["logs"], strict=True):
-        assert wanted.keys() <= got.keys()
-        names = {name for name in wanted if not any(each in name for each in TIMES)}
-        apart = {name: (got[name], wanted[name]) for name in names if got[name] != wanted[name]}
-        wrong = {n: (a, b) for n, (a, b) in apart.items() if abs(a - b) > tolerance * max(abs(b), 1e-3)}
-        assert not wrong
-    own, learned = (
-        {name.removeprefix("base_model.model."): each for name, each in run["weights"].items()}
-        for run in (expected, found)
-    )
-    if learned:
-        assert difference(learned, {name: own[name] for name in learned}) < weights
 
 
 @pytest.fixture(scope="module")

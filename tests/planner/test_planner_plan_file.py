@@ -43,6 +43,8 @@ def test_plan_file_reads_several_pieces_in_a_microbatch() -> None:
         ("capacity", float("nan"), "capacity"),
         ("tokens", [20000, -1], r"tokens\[1\]"),
         ("tokens", [20000, 1.5], r"tokens\[1\]"),
+        ("parents", [None, -1], r"parents\[1\]"),
+        ("parents", [], "parents"),
         ("schedule", {"kind": "magic"}, "schedule"),
         ("microbatches", {}, "microbatches"),
         ("microbatches", [{"ranks": [0]}], "microbatch 0, piece 0: sequences"),

@@ -1,29 +1,119 @@
-"""Steps whose sequences share prompts: when a plan computes them once, and what it notes."""
+"""Prefixes that rows share: found, made into trees, priced, and planned where that pays."""
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from testing.plans import make_plan
 
-from lengthwise.core.prefixes import SharedPrefixes
+from lengthwise.core.plan import Piece
+from lengthwise.core.prefixes import LEAST_SHARED_TOKENS, SharedPrefixes, shared_prefixes
 from lengthwise.cost import plain_cost
-from lengthwise.planner import PlanOptions
+from lengthwise.planner import PlanOptions, score
+from lengthwise.planner.prefixes import plan_shared
 from lengthwise.planner.service.step_planning import StepPlanning
+from lengthwise.simulator.clocks import simulate_plan
 
-PLANNING = StepPlanning(
-    ranks=4, cost=plain_cost(linear_seconds=1.0), capacities={"none": 1001}, options=PlanOptions(layers=8)
+COST = plain_cost(linear_seconds=1e-4, quadratic_seconds=1e-9)
+
+
+def alone(lengths, _cost):
+    return make_plan(1, lengths, [Piece(ranks=(0,), sequences=(i,)) for i in range(len(lengths))])
+
+
+def starts_of(prompts):
+    """Return the first tokens of rows: a text a prompt, one letter for `LEAST_SHARED_TOKENS` of them."""
+    return [np.repeat([ord(each) for each in prompt], LEAST_SHARED_TOKENS).astype(np.int32) for prompt in prompts]
+
+
+@given(
+    prompts=st.lists(st.text("ab", max_size=4), min_size=1, max_size=9),
+    ends=st.lists(st.integers(1, 40), min_size=9, max_size=9),
+    most=st.sampled_from([1, 100, 10_000]),
 )
-FOUR = SharedPrefixes(order=(0, 1, 2, 3), common=(0, 2000, 2000, 2000))
+def test_trees_have_every_token_of_every_row_once_a_tree(prompts, ends, most):
+    starts = starts_of(prompts)
+    lengths = [len(start) + end for start, end in zip(starts, ends, strict=False)]
+    shared = shared_prefixes(starts, lengths)
+    plan = None if shared is None else plan_shared(lengths, shared, most, COST, alone)
+    if plan is None:
+        assert most < 10_000 or len({prompt[:1] or number for number, prompt in enumerate(prompts)}) == len(prompts)
+        return
+    parts = [()] * len(prompts) + [None] * (len(plan.tokens) - len(prompts))  # the letters of each prefix
+    for row, prompt in enumerate(prompts):
+        path = [row]
+        while (parent := plan.parents[path[-1]]) is not None:
+            path.append(parent)
+        assert sum(plan.tokens[each] for each in path) == lengths[row]
+        for prefix in path[1:]:
+            text = prompt[: (plan.firsts[prefix] + plan.tokens[prefix]) // LEAST_SHARED_TOKENS]
+            assert parts[prefix] in (None, text)
+            parts[prefix] = text
+    for tree in (piece.sequences for microbatch in plan.microbatches for piece in microbatch.pieces):
+        rows = [each for each in tree if each < len(prompts)]
+        assert len(rows) == 1 or sum(plan.tokens[each] for each in tree) <= most
+        texts = [parts[each] for each in tree if each >= len(prompts)]
+        assert len(set(texts)) == len(texts), "a prefix is once in a tree"
+    if most == 10_000:
+        letters = {prompt[:end] for prompt in prompts for end in range(1, len(prompt) + 1)}
+        assert sum(plan.tokens) == LEAST_SHARED_TOKENS * len(letters) + sum(ends[: len(prompts)])
 
 
-def test_a_prompt_is_computed_once_in_a_group_that_no_rank_holds() -> None:
-    """2,000 tokens before four completions of 500: a tree of 4,000 tokens over four ranks in place of 10,000."""
-    plan = PLANNING.plan([2500] * 4, FOUR)
-    assert sorted(plan.tokens) == [500] * 4 + [2000]
+def test_a_tree_costs_its_own_pairs_beside_a_row_of_its_length():
+    """A prompt of 100 tokens with answers of 50 and 30, and a row of 180."""
+    lengths = [150, 130, 180]
+    starts = [np.zeros(100, dtype=np.int32), np.zeros(100, dtype=np.int32), np.ones(1, dtype=np.int32)]
+    shared = shared_prefixes(starts, lengths)
+    asked = []
+
+    def planned(units, cost):
+        asked.append((units, cost.seen_pairs(np.array(units, dtype=np.float64)).tolist()))
+        return alone(units, cost)
+
+    plan = plan_shared(lengths, shared, 1000, COST, planned)
+    pairs = 100**2 + (150**2 - 100**2) + (130**2 - 100**2)
+    assert sorted(zip(*asked[0], strict=True)) == [(180, 180**2), (181, pairs)]
+    assert plan.tokens == (50, 30, 180, 100)
+    assert plan.parents == (3, 3, None, None)
+    seconds = COST.linear_seconds * (181 + 180) + COST.quadratic_seconds * (pairs + 180**2)
+    assert score(plan, COST).makespan_seconds == pytest.approx(seconds, rel=1e-12)
+    assert simulate_plan(plan, COST).step_seconds == pytest.approx(seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(("prompt", "pays"), [(100, False), (1000, True)])
+def test_prefixes_are_shared_where_that_saves_more_than_a_twentieth(prompt, pays):
+    """Linear work alone: 7 of 8 prompts before answers of 2,000 tokens are 4 % of it, or 29 %."""
+    lengths = [prompt + 2000] * 8
+    starts = [np.zeros(prompt - 1, dtype=np.int32)] * 8
+    linear = plain_cost(linear_seconds=1e-4)
+    planning = StepPlanning(ranks=1, cost=linear, capacities={"none": 40_000}, options=PlanOptions())
+    plan = planning.plan(lengths, shared_prefixes(starts, lengths))
+    assert bool(plan.parents) == pays
+    if pays:
+        assert plan.notes["seconds_apart"] == pytest.approx(8 * 3000e-4)
+        assert plan.notes["predicted_seconds"] == pytest.approx((999 + 8 * 2001) * 1e-4)
+
+
+def test_a_group_is_cut_where_a_tree_would_hold_up_the_other_ranks():
+    lengths = [3000] * 8
+    starts = [np.zeros(999, dtype=np.int32)] * 8
+    planning = StepPlanning(
+        ranks=4,
+        cost=plain_cost(linear_seconds=1e-4, ring_seconds=1.0),
+        capacities={"none": 40_000},
+        options=PlanOptions(),
+    )
+    plan = planning.plan(lengths, shared_prefixes(starts, lengths))
+    assert plan.parents.count(None) == 4, "two rows a tree"
+    assert all(piece.degree == 1 for microbatch in plan.microbatches for piece in microbatch.pieces)
+
+
+def test_a_prompt_is_computed_once_in_a_group_that_no_rank_holds():
+    """2,000 tokens before four answers of 500: a tree of 4,000 tokens over four ranks in place of 10,000."""
+    planning = StepPlanning(
+        ranks=4, cost=plain_cost(linear_seconds=1.0), capacities={"none": 1010}, options=PlanOptions()
+    )
+    plan = planning.plan([2500] * 4, SharedPrefixes(order=(0, 1, 2, 3), common=(0, 2000, 2000, 2000)))
+    assert plan.tokens == (500,) * 4 + (2000,)
     assert plan.notes["predicted_seconds"] == pytest.approx(1000, rel=0.01)
     assert plan.notes["seconds_apart"] == pytest.approx(2500, rel=0.01)
-
-
-def test_a_plan_without_shared_prompts_notes_what_they_would_save() -> None:
-    """Three times 40 of 4,000 tokens are 3 %."""
-    few = SharedPrefixes(order=FOUR.order, common=(0, 40, 40, 40))
-    plan = PLANNING.plan([1000] * 4, few)
-    assert not plan.parents
-    assert plan.notes["seconds_shared"] == pytest.approx(0.97 * plan.notes["predicted_seconds"], rel=0.01)

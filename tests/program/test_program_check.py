@@ -61,6 +61,7 @@ def test_check_plan_names_the_broken_rule(rows: list[dict[str, Any]], told: str)
 @pytest.mark.parametrize(
     ("feature", "changes"),
     [
+        ("branches", {"microbatches": [{"ranks": [0], "sequences": [1, 0]}], "tokens": [20, 9], "parents": [1, None]}),
         ("heads", {"microbatches": [{"ranks": [0, 1], "sequences": [0], "heads": 2}], "tokens": [20]}),
         ("shares", {"microbatches": [{"ranks": [0, 1], "sequences": [0], "shares": [1, 2]}], "tokens": [20]}),
         ("waves", {"schedule": {"kind": "waves"}}),
@@ -71,6 +72,22 @@ def test_check_plan_wants_used_features_listed(feature: str, changes: dict[str, 
     check_plan(_plan(**changes, requires=[feature]))
     with pytest.raises(PlanError, match=f'requires: expected "{feature}" listed'):
         check_plan(_plan(**changes))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "parents"),
+    [
+        ([[1], [0, 2, 3]], [1, None, None, None]),  # in another piece
+        ([[0, 1, 2, 3]], [1, None, None, None]),  # before it
+        ([[1, 0, 2, 3]], [1, None, None, 1]),  # not next to what continues it
+        ([[0, 1, 2, 3]], [1, 0, None, None]),  # each other
+        ([[0, 1, 2, 3]], [None, None, None, 9]),
+    ],
+)
+def test_check_plan_wants_branches_after_what_they_continue(pieces, parents):
+    rows = [{"ranks": [0, 1, 2, 3], "sequences": each} for each in pieces]
+    with pytest.raises((PlanError, Problems), match="which it continues, depth first after it"):
+        check_plan(_plan(microbatches=rows, parents=parents, requires=["branches"]))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +124,8 @@ def test_check_plan_refuses_what_no_file_can_say() -> None:
         plan = Plan(ranks=1, layers=1, capacity=9, tokens=tokens, microbatches=(Microbatch(pieces=pieces),))
         with pytest.raises(PlanError, match=said):
             check_plan(plan)
+    with pytest.raises((PlanError, Problems), match="parents: expected one for each of the 4 sequences; got 2"):
+        check_plan(_plan(parents=[None, None], requires=["branches"]))
     with pytest.raises(PlanError, match="schedule: virtual"):
         check_plan(_plan(schedule={"kind": "pipeline", "stages": 2}, requires=["pipeline"]))
 

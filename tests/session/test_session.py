@@ -641,3 +641,37 @@ def test_what_a_loop_writes_into_weights_between_steps_stays(dtype, tmp_path):
     for found, masters in in_ranks(work, 2, tmp_path):
         assert torch.equal(found, wanted)
         assert not masters or any(not torch.equal(each, each.bfloat16().to(each)) for each in masters.values())
+
+
+def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
+    """Where the loss counts labels alone: a loop's own loss sees whole rows."""
+    draw = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(0, 64, (tokens,), generator=draw) for tokens in (60, 40)]
+    rows = []
+    for prompt, tokens in zip(prompts * 3, (10, 2, 30, 1, 5, 20), strict=True):
+        answer = torch.randint(0, 64, (tokens,), generator=draw)
+        labels = torch.cat([torch.full_like(prompt, -100), answer])
+        rows.append({"input_ids": torch.cat([prompt, answer]), "labels": labels})
+
+    def own(outputs, tokens):
+        return F.cross_entropy(outputs.logits[0], tokens.shift_labels, ignore_index=-100, reduction="sum")
+
+    def work(_rank):
+        found = both_loops(ADAMW, capacity=128, steps=[rows])
+        model = small_model()
+        with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+            sums = [each.sum().item() for each in session.token_values(rows)]
+            (planned,) = session.batches([rows])
+            steps = [session.backward(planned, loss=own), session.backward(planned)]
+        with Session(model, SGD(model.parameters()), capacity_tokens=128, share_prefixes="off") as session:
+            steps.append(session.backward(rows))
+            apart = [each.sum().item() for each in session.token_values(rows)]
+        return found, [(bool(step.plan.parents), step.num_tokens, step.loss) for step in steps], (sums, apart)
+
+    for found, steps, (sums, apart) in in_ranks(in_double(work), 2, tmp_path):
+        assert max(found) < 1e-11
+        assert [shares for shares, _, _ in steps] == [False, True, False]
+        assert {tokens for _, tokens, _ in steps} == {368}
+        assert all(loss == pytest.approx(steps[0][2], rel=1e-13) for _, _, loss in steps)
+        assert sums == pytest.approx(apart, rel=1e-12)
+    assert "prompts that rows share are computed once: 53% fewer tokens" in capfd.readouterr().out

@@ -50,16 +50,13 @@ class StepBatch:
         Its first sequences are the ends of the batch's, in order. Those after them are read from one that continues
         them.
         """
-        if not plan.parents:
-            return self
-        found, firsts = copy.copy(self), plan.firsts
-        row_of: dict[int, int] = {}
+        found, firsts, row_of = copy.copy(self), plan.firsts, dict[int, int]()
         for row in range(len(self.ids)):
             assert firsts[row] + plan.tokens[row] == self.lengths[row], f"sequence {row} of {self.lengths[row]} tokens"
             one: int | None = row
             while one is not None:
                 row_of.setdefault(one, row)
-                one = plan.parents[one]
+                one = plan.parents[one] if plan.parents else None
         found._starts = [(row_of[sequence], first) for sequence, first in enumerate(firsts)]
         return found
 

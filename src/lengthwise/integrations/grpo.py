@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -29,15 +28,22 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError
 from lengthwise.integrations.arguments import OFF, Refusal
-from lengthwise.integrations.rollouts import OF_IMAGES, flat, joined, num_slots, planned_rows
-from lengthwise.integrations.token_losses import OFFLOADING, Answers, TokenLossMixin, called, field_of, ungathered
+from lengthwise.integrations.rollouts import OF_IMAGES, flat, joined, num_slots, planned_rows, refuse_long_completions
+from lengthwise.integrations.token_losses import (
+    OFFLOADING,
+    Answers,
+    TokenLossMixin,
+    called,
+    field_of,
+    refuse_unequal,
+    ungathered,
+)
 from lengthwise.session import Session, StepResult
 
 _NUMBERS = ("log_probs", "entropy")
 _TOKEN_SUMS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")  # loss types that are sums over tokens
 _OLD, _REFERENCE, _RATIO = "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"
 _SAMPLING = "sampling_per_token_logps"
-_UNEQUAL = 1e-3  # relative; rounding is far less
 _COLOCATED = "it would share each GPU with a step whose memory is measured without it"
 
 
@@ -71,12 +77,8 @@ class RolloutMixin(TokenLossMixin):
             if isinstance(each, nn.Module):  # this accelerator moves no model; its memory counts, too
                 each.to(self.args.device)
         session = super()._start_session(optimizer)
-        most, own = session.longest_tokens - 1, self.max_completion_length  # a prompt has a token
-        if getattr(self, "rollout_func", None) is None and own is not None and own > most:
-            held = f"{session.world_size} x capacity_tokens {session.capacity_tokens}"
-            remedy = "Lower it, run on more ranks, or raise capacity_tokens."
-            expected = f"at most {most}, what the ranks hold of a completion and its prompt ({held})"
-            raise ConfigError("max_completion_length", expected=expected, got=str(own), remedy=remedy)
+        if getattr(self, "rollout_func", None) is None:
+            refuse_long_completions(session, self.max_completion_length)
         return session
 
     # Its data: texts, which have no rows of tokens before generation.
@@ -225,12 +227,7 @@ class RolloutMixin(TokenLossMixin):
         result = self._trained().backward(rows, compute_loss=self._plain(share), normalizer=1.0)
         numbers, used = self._trained().sum_over_ranks(values).split(2)
         loss, exact = self._loss(batches, numbers)
-        apart = max((exact[0] - used[0]).abs().max().item(), exact[1].abs().max().item())
-        if apart > _UNEQUAL * exact.abs().max().item():
-            expected = f"the loss {self.loss_type} as a sum over tokens, as in TRL 1.16"
-            remedy = "Use the TRL that this version was tested with, or override _compute_loss by the same."
-            got = f"a gradient that differs from TRL's by {apart:.1e}"
-            raise ConfigError("loss_type", expected=expected, got=got, remedy=remedy)
+        refuse_unequal(used, exact, where="loss_type", expected=f"the loss {self.loss_type} as a sum over tokens")
         return loss, result
 
     # TRL's loss.
@@ -263,15 +260,6 @@ class RolloutMixin(TokenLossMixin):
             yield
         finally:
             self.accelerator.gradient_state._set_sync_gradients(kept)
-
-    @contextmanager
-    def _unlogged(self) -> Iterator[None]:
-        """Let TRL's loss run for its gradient alone inside the block."""
-        kept, self._metrics["train"] = self._metrics["train"], defaultdict(list)
-        try:
-            yield
-        finally:
-            self._metrics["train"] = kept
 
     def _weights_of_sum(self, batches: Sequence[Mapping[str, Any]], size: int) -> Tensor:
         """Return what each token weighs in TRL's loss, (size,): its gradient at one point, where it is above 0.

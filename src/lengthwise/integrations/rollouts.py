@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lengthwise.core.errors import DataError
+from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.token_losses import SLOTS
+from lengthwise.session import Session
 from lengthwise.session.row_batch import Row
 
 PROMPTS, COMPLETIONS = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
@@ -89,3 +90,17 @@ def flat(batches: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
         values = batch[name] if batch[name].dim() > 1 else batch[name][:, None]
         found.append(values.expand(batch["completion_mask"].shape).reshape(-1))
     return torch.cat(found)
+
+
+def refuse_long_completions(session: Session, most: int | None) -> None:
+    """Refuse a `max_completion_length` that the ranks do not hold with its prompt.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    held = session.longest_tokens - 1  # a prompt has a token
+    if most is not None and most > held:
+        ranks = f"{session.world_size} x capacity_tokens {session.capacity_tokens}"
+        remedy = "Lower it, run on more ranks, or raise capacity_tokens."
+        expected = f"at most {held}, what the ranks hold of a completion and its prompt ({ranks})"
+        raise ConfigError("max_completion_length", expected=expected, got=str(most), remedy=remedy)

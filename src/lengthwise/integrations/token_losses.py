@@ -6,6 +6,7 @@ where each token's prediction stands in it. Every rank runs TRL's loss, in which
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from lengthwise.session import Session, StepResult
 from lengthwise.session.loss_checks import ShareInChunks
 
 SLOTS = "slots"
+_UNEQUAL = 1e-3  # relative; rounding is far less
 OFFLOADING: Refusal = (OFF, "its hooks would see a plan's microbatches")
 
 
@@ -94,6 +96,15 @@ class TokenLossMixin(PlannedTrainerMixin):
 
         return self._trained().backward(planned, compute_loss=self._plain(weighted), normalizer=1.0)
 
+    @contextmanager
+    def _unlogged(self) -> Iterator[None]:
+        """Let TRL's loss run for its gradient alone inside the block."""
+        kept, self._metrics["train"] = self._metrics["train"], defaultdict(list)
+        try:
+            yield
+        finally:
+            self._metrics["train"] = kept
+
     def _plain(self, compute_loss: Callable[[Any, dict[str, Any]], Tensor]) -> ShareInChunks:
         """Return the loss without the session's autocast: accelerate has wrapped the model in one."""
 
@@ -140,6 +151,21 @@ def ungathered(accelerator: Any) -> Iterator[None]:
     finally:
         for name, each in kept.items():
             setattr(accelerator, name, each)
+
+
+def refuse_unequal(used: Tensor, exact: Tensor, *, where: str, expected: str) -> None:
+    """Check the gradient by log-probabilities that microbatches used, (1, tokens), by that of TRL's loss of all tokens.
+
+    exact: by log-probabilities and entropies, (2, tokens).
+
+    Raises:
+        ConfigError: it is another.
+    """
+    apart = max((exact[0] - used[0]).abs().max().item(), exact[1].abs().max().item())
+    if apart > _UNEQUAL * exact.abs().max().item():
+        remedy = "Use the TRL that this version was tested with, or override the loss by the same."
+        got = f"a gradient that differs from TRL's by {apart:.1e}"
+        raise ConfigError(where, expected=f"{expected}, as in TRL 1.16", got=got, remedy=remedy)
 
 
 def refuse_balance(trainer: Any) -> None:

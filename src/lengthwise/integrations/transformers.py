@@ -59,8 +59,8 @@ class PlannedTrainerMixin(_Base):
             per_device_train_batch_size; auto measures how many fit.
         shard, ranks_per_node, stages, virtual: as in `Session`; a model to be sharded stays in host memory until then.
         heads, offload, offload_optimizer, planner, measurements: as in `Session`.
-        attention, compile, fused_layers, experts, overlap: as in `Session`; the Trainer's use_liger_kernel means
-            fused_layers="liger".
+        attention, compile, fused_layers, experts, overlap, share_prefixes: as in `Session`; the Trainer's
+            use_liger_kernel means fused_layers="liger".
         **kwargs: keywords of the Trainer.
 
     Raises:

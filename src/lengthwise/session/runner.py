@@ -41,7 +41,7 @@ class StepResult:
         loss: loss of the global batch.
         plan: plan of the step.
         num_sequences: sequences of the global batch.
-        num_tokens: tokens of the global batch.
+        num_tokens: tokens of the global batch; prefixes that rows share count for every row.
         num_loss_tokens: tokens with a loss.
         busy_seconds: seconds of each rank without waiting for other ranks.
         wait_seconds: seconds that each rank waited for ring transfers.
@@ -66,7 +66,7 @@ class StepResult:
     @property
     def ring_token_ratio(self) -> float:
         """Share of the tokens that are in rings: in sequences that several ranks share."""
-        return self.plan.ring_tokens / self.num_tokens
+        return self.plan.ring_tokens / sum(self.plan.tokens)
 
     @property
     def imbalance_ratio(self) -> float:
@@ -230,4 +230,14 @@ def first_step_sentence(step: StepResult, planning: StepPlanning) -> str:
         f"lengthwise: a rank holds {held} tokens; step 1 on {counted(plan.ranks, 'rank')}: "
         f"{step.ring_token_ratio:.0%} of tokens in rings, {step.idle_ratio:.0%} idle, "
         f"took {seconds(step.step_seconds)}, predicted {seconds(predicted)} (forward and backward only)"
+        f"{_shared_sentence(step)}"
     )
+
+
+def _shared_sentence(step: StepResult) -> str:
+    """Say what prefixes computed once save, or nothing."""
+    if not step.plan.parents:
+        return ""
+    tokens = 1 - sum(step.plan.tokens) / step.num_tokens
+    took = 1 - float(step.plan.notes["predicted_seconds"]) / float(step.plan.notes["seconds_apart"])
+    return f"; prompts that rows share are computed once: {tokens:.0%} fewer tokens, {took:.0%} less time predicted"

@@ -67,6 +67,8 @@ class Session(SavedSession):
         attention, compile, fused_layers, experts: how layers compute in planned steps, as in a run file; outside of
             them the model computes as before.
         overlap: sum gradients while a rank's last backward runs, if it is in no ring. If None, on GPUs only.
+        share_prefixes: auto: compute a prompt once for all rows of a step that begin with it, where that saves more
+            than 5 % of the predicted time, for losses in which tokens without a label do not count; or off.
         device: where steps run. If None, where the model is. If parameters are sharded, the model may lie in host
             memory, and on ranks other than 0 on the meta device.
         seed: seed of dropout.

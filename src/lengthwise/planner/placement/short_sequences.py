@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -20,18 +21,21 @@ class ShortSequences:
         lengths: Sequence[int],
         seconds: Sequence[float],
         alive: list[int] | None = None,
+        most_seconds: list[float] | None = None,
     ) -> None:
         self.sequences, self.lengths, self.seconds = sequences, lengths, seconds
+        # Of all up to each: a tree of sequences (`cost.trees`) may take less time than a shorter sequence.
+        self._most_seconds = list(accumulate(seconds, max)) if most_seconds is None else most_seconds
         # Entry i + 1 leads to the last one left at or before i.
         self._alive = list(range(len(sequences) + 1)) if alive is None else alive
 
     def fill(self, tokens: int, seconds: float) -> tuple[list[int], int, float]:
         """Take the longest within both limits, repeatedly; return the indices, and what is left of the limits."""
-        lengths, times, alive = self.lengths, self.seconds, self._alive
+        lengths, times, most, alive = self.lengths, self.seconds, self._most_seconds, self._alive
         taken: list[int] = []
         place = len(lengths)
         while place:
-            place = bisect_right(times, seconds, 0, bisect_right(lengths, tokens, 0, place))
+            place = bisect_right(most, seconds, 0, bisect_right(lengths, tokens, 0, place))
             while alive[place] != place:
                 alive[place] = place = alive[alive[place]]
             if place:
@@ -51,7 +55,7 @@ class ShortSequences:
 
     def copy(self) -> ShortSequences:
         """Return a copy, from which sequences are taken independently."""
-        return ShortSequences(self.sequences, self.lengths, self.seconds, self._alive.copy())
+        return ShortSequences(self.sequences, self.lengths, self.seconds, self._alive.copy(), self._most_seconds)
 
     def left(self) -> list[int]:
         """List the indices of those not yet taken, longest first."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from math import inf
+from functools import partial
 from typing import Any
 
 from lengthwise.core.errors import PlanError
@@ -17,7 +18,7 @@ from lengthwise.planner.prefixes import plan_shared
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.program import check_plan
 
-_LEAST_SAVED = 0.95  # of the predicted time: a plan with shared prefixes must take less
+LEAST_SAVED = 0.05  # of the predicted time, by a plan with shared prefixes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,41 +47,39 @@ class StepPlanning:
         Raises:
             LengthwiseError: there is no plan.
         """
-        apart = self._plan(lengths, self.cost)
-        once = None if shared is None else self._shared(lengths, shared, apart.capacity)
+        if shared is None or sum(shared.common) < LEAST_SAVED * sum(lengths):
+            return self._plan(lengths, self.cost)
+        apart = self._plan(lengths, self.cost, planning_share=PLANNING_SHARE / 2)
+        once = self._shared(lengths, shared, apart.capacity)
         if once is None:
             return apart
         seconds, seconds_apart = (float(plan.notes["predicted_seconds"]) for plan in (once, apart))
-        if seconds >= _LEAST_SAVED * seconds_apart:
+        if seconds >= (1 - LEAST_SAVED) * seconds_apart:
             return replace(apart, notes={**apart.notes, "seconds_shared": seconds})
         check_plan(once)
         return replace(once, notes={**once.notes, "seconds_apart": seconds_apart})
 
     def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, capacity: int) -> Plan | None:
-        """Return the fastest plan that computes shared prefixes once, or None if there is none.
+        """Return the fastest plan that computes shared prefixes once, or None if no trees fit.
 
-        Trees, like sequences, may be cut over ranks: they are made twice as large as long as that is faster.
+        Trees, like sequences, are on one rank or cut over several.
         """
-        best, least = None, inf
-        most_tokens = min(capacity, -(-sum(lengths) // self.ranks))
-        while most_tokens <= self.ranks * capacity:
-            try:
-                plan = plan_shared(lengths, shared, most_tokens, self.cost, self._plan)
-            except PlanError:  # of a planner that cuts no sequence
-                break
-            if plan is not None:
-                if (seconds := float(plan.notes["predicted_seconds"])) >= least:
-                    break
-                best, least = plan, seconds
-            most_tokens *= 2
-        return best
+        of_rank, plans = -(-sum(lengths) // self.ranks), list[Plan]()
+        limits = capacity, self.longest_tokens - len(lengths)  # trees have up to so many tokens more: `lengths_of`
+        sizes = {min(limit, size) for limit in limits for size in (of_rank // 2, of_rank, 2 * of_rank)}
+        planned = partial(self._plan, planning_share=PLANNING_SHARE / 2 / len(sizes))
+        for most_tokens in sorted(sizes):
+            with suppress(PlanError) if self.options.planner == PACKED_DP else nullcontext():  # too long for one rank
+                plan = plan_shared(lengths, shared, most_tokens, self.cost, planned)
+                plans += [] if plan is None else [plan]
+        return min(plans, key=lambda plan: float(plan.notes["predicted_seconds"]), default=None)
 
-    def _plan(self, lengths: Sequence[int], cost: Cost) -> Plan:
+    def _plan(self, lengths: Sequence[int], cost: Cost, *, planning_share: float = PLANNING_SHARE) -> Plan:
         held = self._held()
         if "none" in held:  # recomputing costs time, and pays only through a larger capacity
             held = {kind: tokens for kind, tokens in held.items() if kind == "none" or tokens > held["none"]}
         context_tokens = max(self.options.context_tokens or 1, *lengths)
-        options = replace(self.options, context_tokens=context_tokens, planning_share=PLANNING_SHARE)
+        options = replace(self.options, context_tokens=context_tokens, planning_share=planning_share)
         if sum(lengths) <= min(held.values()):  # one rank could hold all of them
             options = replace(options, offload="off")
         plan = plan_recomputed(tuple(lengths), self.ranks, cost, held, options)
@@ -90,7 +89,7 @@ class StepPlanning:
             plan = replace(plan, capacity=capacity, microbatches=microbatches)
         elif self.measured is not None:
             memory, narrower = self.measured.memory, replace(self, capacities=self.measured.offloading, measured=None)
-            plan = memory.with_offload(plan) or narrower._plan(lengths, cost)
+            plan = memory.with_offload(plan) or narrower._plan(lengths, cost, planning_share=planning_share)
         check_plan(plan)
         return replace(plan, notes={**plan.notes, **self.notes})
 

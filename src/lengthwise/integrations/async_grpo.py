@@ -1,0 +1,256 @@
+"""TRL's `AsyncGRPOTrainer` with planned steps: rollouts come from a queue, and all of an update run by one plan.
+
+Rank 0 takes the rollouts of an update from the worker's queue, by TRL's rule for stale ones, and sends their tokens to
+all ranks. The worker, checks of its health, the transfer of weights and checkpoints stay TRL's.
+
+TRL's loss is a sum over tokens, divided by a number that it gets. A microbatch asks it for the gradient of its own
+tokens, divided by the tokens of the update. After the step TRL's loss of all tokens gives loss and metrics, and checks
+that gradient. A `compute_loss` of your own may be any function of log-probabilities and entropies, and takes one more
+forward pass.
+
+TRL calls this trainer experimental, so `lengthwise.integrations.trl` does not import it.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+from trl.experimental import async_grpo
+from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
+from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+
+from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, RankError
+from lengthwise.data import NO_LOSS
+from lengthwise.integrations.batches import Examples
+from lengthwise.integrations.rollouts import refuse_long_completions
+from lengthwise.integrations.token_losses import (
+    SLOTS,
+    Answers,
+    TokenLossMixin,
+    called,
+    field_of,
+    refuse_unequal,
+    ungathered,
+)
+from lengthwise.session import Session, StepResult
+
+_NUMBERS, _KEPT = ("log_probs", "entropy"), ("old_log_probs", "advantage", "group_id")
+_BY_TOKEN, _BY_TERM = ("input_ids", "position_ids", "shift_labels"), ("old_log_probs", "advantages", "segment_id")
+_COUNTS = ("global_n_tokens", "global_n_forward_tokens", "mean_seq_len")
+_OF_ATTENTION = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_max_seqlens")
+_OF_SAMPLES = "batch/masked_token_frac"  # others named batch/ are of the rows that TRL packs
+
+Rollout: TypeAlias = dict[str, Any]
+Counts: TypeAlias = tuple[float, float, float]
+"""Of an update: tokens that train, all tokens, mean tokens of a rollout."""
+
+
+class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
+    """TRL's `AsyncGRPOTrainer` with planned steps; see `PlannedTrainerMixin`.
+
+    An update is per_device_train_batch_size x ranks x gradient_accumulation_steps rollouts of any length.
+    """
+
+    ref_model = None
+
+    def _problems(self, arguments: Any) -> list[LengthwiseError]:
+        problems = list[LengthwiseError]()
+        if (budget := arguments.token_budget or 0) > 0:
+            got = f"{budget}, but it drops longer rollouts, and capacity_tokens bounds memory without that"
+            problems.append(ConfigError("token_budget", expected="None or 0", got=got, remedy="Remove it."))
+        if (stages := self._session_options.get("stages", 1)) != 1:
+            got = f"{stages}, but a rank has some of the layers, and the first one sends all to the server"
+            problems.append(ConfigError("stages", expected="1", got=got, remedy="Give shard='zero3' in place of it."))
+        return problems
+
+    def _own(self, arguments: Any, callables: list[str]) -> Any:
+        arguments, loading = copy.copy(arguments), copy.copy(arguments.accelerator_config)
+        loading.split_batches = loading.dispatch_batches = False  # which TRL sets for the loader that it makes
+        arguments.accelerator_config = loading
+        arguments = super()._own(arguments, callables)
+        arguments.token_budget = 0  # else TRL asks the server for its longest sequence
+        return arguments
+
+    def _start_session(self, optimizer: Any) -> Session:
+        session = super()._start_session(optimizer)
+        (is_trls,) = broadcast_object_list([isinstance(self.rollout_worker, AsyncRolloutWorker)])  # on rank 0
+        if is_trls:
+            refuse_long_completions(session, self.args.max_completion_length)
+        return session
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        """Return the prompts as they are: the worker reads them."""
+        return dataset
+
+    # The queue.
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of updates, the same on all ranks."""
+        super().get_train_dataloader()  # makes the reader of the queue
+        size = self.args.per_device_train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
+        rollouts = _Shared(self._rollout_dataset, size, log=self._log_rollouts)
+        return DataLoader(rollouts, batch_size=None, collate_fn=lambda update: update)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """Return the rollouts of the next update as the first of its batches, and how many of their tokens train.
+
+        Raises:
+            DataError: no token trains, or a rollout is longer than what the ranks hold.
+        """
+        self._batches = [next(epoch_iterator), *[Examples(rows=(), num_examples=0)] * (num_batches - 1)]
+        limit, rows = self._trained().longest_tokens, self._batches[0].rows
+        for row in filter(_trains, rows):
+            if (tokens := len(row["input_ids"])) > limit:
+                remedy = "Run on more ranks, raise capacity_tokens, or have the worker end rollouts earlier."
+                expected, got = f"at most {limit} tokens, what the ranks hold", f"{tokens}"
+                raise DataError(f"rollout of group {row['group_id']}", expected=expected, got=got, remedy=remedy)
+        if not any(map(_trains, rows)):
+            remedy = "Have the worker leave out rollouts whose completion_mask is 0."
+            expected, got = "a token that trains in each update", f"none in {len(rows)} rollouts"
+            raise DataError("completion_mask", expected=expected, got=got, remedy=remedy)
+        return self._batches, self._get_num_items_in_batch(self._batches, device)
+
+    def _log_rollouts(self, samples: list[Rollout]) -> None:
+        self._trained_groups.update(each["group_id"] for each in samples)
+        found: Any = defaultdict(list)
+        packed: Any = SimpleNamespace(samples=samples, tokens=(), load=1)  # a plan packs otherwise
+        collator = DataCollatorForRollout(0, metrics=found)
+        collator._log_metrics(rows=[packed], all_examples=samples, padded=torch.ones(1))
+        for name, values in found.items():
+            if not name.startswith("batch/") or name == _OF_SAMPLES:
+                self._metrics["train"][name] += values
+
+    # A step.
+
+    def _update(self, normalizer: float) -> tuple[float, StepResult]:
+        start, rows = time.perf_counter(), self._batches[0].rows
+        places = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
+        planned: Any = [
+            {"input_ids": row["input_ids"], "labels": row["labels"], SLOTS: np.arange(first, last)}
+            for row, first, last in zip(rows, places, places[1:], strict=False)
+            if _trains(row)
+        ]
+        size, columns = int(places[-1]), self._columns(rows)
+        counts = (normalizer, float(size), size / len(rows))
+        self.current_gradient_accumulation_steps = 1  # the loss is that of the whole update
+        if getattr(self.compute_loss, "__func__", None) is async_grpo.AsyncGRPOTrainer.compute_loss:
+            loss, result = self._update_of_sum(planned, columns, counts)
+        else:
+            planned = next(self._trained().batches([planned]))
+            numbers = self._gathered(self._session_of_model(), self.model_wrapped, planned, _NUMBERS, size)
+            loss, weights = self._loss(torch.stack([numbers[name] for name in _NUMBERS]), columns, counts)
+            result = self._backward(planned, dict(zip(_NUMBERS, weights, strict=True)))
+        self._step_microbatches, self._step_trained_tokens = len(result.plan.microbatches), normalizer
+        self._current_train_step_time += time.perf_counter() - start
+        return loss, result
+
+    def _update_of_sum(self, planned: Any, columns: Mapping[str, Tensor], counts: Counts) -> tuple[float, StepResult]:
+        values = torch.zeros(3, int(counts[1]), dtype=self._wide, device=self.args.device)  # both numbers, the gradient
+        of_part = (counts[0], 0.0, 1.0)  # else TRL would count its tokens
+
+        def share(_model: Any, inputs: dict[str, Any]) -> Tensor:
+            slots, found = called(self.model_wrapped, inputs)
+            assert found.label_mask is not None, "TRL's head gives it"
+            labelled = found.label_mask[0]
+            slots, own = slots[labelled], [field_of(found, name)[labelled] for name in _NUMBERS]
+            if not len(slots):
+                return field_of(found, "log_probs").sum() * 0.0
+            numbers = torch.stack(own).detach().to(self._wide)
+            with self._unlogged():
+                _, weights = self._loss(numbers, {name: each[slots] for name, each in columns.items()}, of_part)
+            values.index_add_(1, slots, torch.cat([numbers, weights[:1]]))
+            return (own[0] * weights[0]).sum()
+
+        result = self._trained().backward(planned, compute_loss=self._plain(share), normalizer=1.0)
+        numbers, used = self._trained().sum_over_ranks(values).split(2)
+        loss, exact = self._loss(numbers, columns, counts)
+        refuse_unequal(used, exact, where="compute_loss", expected="a sum over tokens")
+        return loss, result
+
+    def _columns(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return columns of all tokens, (tokens,), each with what the loss has for the token that follows."""
+        found: dict[str, list[Any]] = defaultdict(list)
+        for number, row in enumerate(rows):
+            length = len(row["input_ids"])
+            found["input_ids"].append(row["input_ids"])
+            found["position_ids"].append(np.arange(length))
+            found["shift_labels"].append(np.append(row["labels"][1:], NO_LOSS))
+            found["old_log_probs"].append(np.append(row["old_log_probs"][1:], 0.0).astype(np.float32))
+            found["advantages"].append(np.full(length, row["advantage"], np.float32))
+            found["segment_id"].append(np.full(length, number))
+        return {name: torch.from_numpy(np.concatenate(each)).to(self.args.device) for name, each in found.items()}
+
+    def _loss(self, numbers: Tensor, columns: Mapping[str, Tensor], counts: Counts) -> tuple[float, Tensor]:
+        """Return TRL's loss of some tokens of an update, and its gradient by their numbers, (2, tokens); TRL logs."""
+        leaf, has_term = numbers.detach().clone().requires_grad_(), columns["shift_labels"] != NO_LOSS
+        # TRL divides by its part of the ranks' tokens; here one rank has all of them.
+        given = dict(zip(_COUNTS, (counts[0] * self.accelerator.num_processes, *counts[1:]), strict=True))
+        inputs = {name: torch.tensor([value], device=leaf.device) for name, value in given.items()}
+        inputs |= {name: columns[name][None] for name in _BY_TOKEN}
+        inputs |= {name: columns[name][has_term][None] for name in _BY_TERM}
+        inputs |= {"token_index": has_term.nonzero().T, "attention_mask": torch.ones_like(inputs["input_ids"])}
+        inputs |= dict.fromkeys(_OF_ATTENTION, torch.zeros(1, 2, dtype=torch.long, device=leaf.device))  # which has run
+        answers: Any = Answers({name: each[None] for name, each in zip(_NUMBERS, leaf, strict=True)})
+        with ungathered(self.accelerator), torch.enable_grad():
+            loss = self.compute_loss(answers, inputs)
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return loss.item(), gradient
+
+    def _log_step_metrics(self) -> None:
+        super()._log_step_metrics()
+        self._metrics["train"].pop("perf/fwd_s", None)  # of `Answers`
+
+    def _sync_weight(self) -> None:
+        with self._trained().whole():
+            super()._sync_weight()
+
+
+class _Shared(IterableDataset[Examples]):
+    """Rollouts of rank 0's queue, `size` at a time, on all ranks. log: gets them on rank 0, as TRL reads them."""
+
+    def __init__(self, queue: Iterable[Rollout] | None, size: int, *, log: Callable[[list[Rollout]], None]) -> None:
+        self._queue, self._size, self._log = queue, size, log
+
+    def __iter__(self) -> Iterator[Examples]:
+        """Iterate without end. Collective.
+
+        Raises:
+            RankError: rank 0 could not read the queue; there the error is that of TRL or the worker.
+        """
+        queue = None if self._queue is None else iter(self._queue)
+        while True:
+            sent, error = list[Any]([None]), None
+            if queue is not None:
+                try:
+                    samples = list(islice(queue, self._size))
+                    self._log(samples)
+                    sent = [tuple(map(_row, samples))]
+                except Exception as raised:  # noqa: BLE001 - of the worker; the other ranks wait
+                    error, sent = raised, [f"{type(raised).__name__}: {raised}"]
+            (found,) = broadcast_object_list(sent)
+            if error is not None:
+                raise error
+            if isinstance(found, str):
+                raise RankError("rank 0", expected="rollouts", got=found, remedy="See what rank 0 reports.")
+            yield Examples(rows=found, num_examples=self._size)
+
+
+def _row(sample: Rollout) -> Rollout:
+    ids = np.asarray(sample["input_ids"])
+    labels = np.where(np.asarray(sample["completion_mask"]).astype(bool), ids, NO_LOSS)
+    return {"input_ids": ids, "labels": labels, **{name: sample[name] for name in _KEPT}}
+
+
+def _trains(row: Mapping[str, Any]) -> bool:
+    return bool((row["labels"][1:] != NO_LOSS).any())  # nothing predicts the first token

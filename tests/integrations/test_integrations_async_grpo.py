@@ -1,0 +1,153 @@
+"""AsyncGRPO on ranks gives what plain TRL gives in one process: weights, those of the server, and logged numbers."""
+
+from dataclasses import asdict
+from functools import partial
+
+import pytest
+import torch
+
+pytest.importorskip("trl")  # an extra
+
+from async_runs import GROUP, Plain, Planned, Worker, rollouts, trained
+from grpo_runs import compared
+from peft import LoraConfig
+from preferences import model
+from trainers import difference, in_trainers
+from trl.experimental.async_grpo.packing import TreeRow
+
+from lengthwise.core.errors import ConfigError, DataError, Problems, RankError
+from lengthwise.integrations import async_grpo
+from tiers import more
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # TRL and peft read it
+
+LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
+OF_ROWS = ("perf/", "batch/row_", "batch/samples_per_row", "batch/packing_ratio", "batch/pad_frac")
+OTHERS = (*OF_ROWS, "batch/forwarded_tokens_per_step", "batch/microbatches_per_step")  # a plan packs otherwise
+CASES = {
+    "over the ranks": {},
+    "in two batches, an epoch": {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1},
+    "adapters": {"epsilon_high": 0.28, "weight_sync_steps": 2},
+    "adapters, over the ranks": {},
+    "adapters alone sent, over the ranks": {},
+    "at another temperature": {"temperature": 0.7},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a folder with the model."""
+    folder = tmp_path_factory.mktemp("model")
+    model(torch.float64).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"),
+    [
+        ("over the ranks", 2),
+        ("in two batches, an epoch", 3),
+        ("adapters", 1),
+        *[more(case, ranks) for case in CASES for ranks in (1, 2, 3)],
+    ],
+)
+def test_async_grpo_is_trls(case, ranks, tmp_path, saved):
+    def work(ranks, kind, _rank):
+        config = dict(CASES[case])
+        batches = config.pop("gradient_accumulation_steps", 1) if kind is not Plain else 1
+        how = {name: make() for name, make in LORA.items()} if "adapters" in case else {}
+        how |= {"sends_adapters": "alone" in case}
+        how |= {"config": {**config, "gradient_accumulation_steps": batches}, "update": 12 // batches}
+        found = trained(kind, tmp_path / f"ranks{ranks}", ranks, saved, **how)
+        return {name: found[name] for name in ("logs", "weights", "sent", "calls")}
+
+    (expected,) = in_trainers(partial(work, 1, Plain), 1, tmp_path)
+    options = {"capacity_tokens": 128 if ranks == 1 else 64, "shard": "zero3" if "over" in case else "auto"}
+    found = in_trainers(partial(work, ranks, partial(Planned, **options)), ranks, tmp_path)
+    compared(found[0], expected, but=OTHERS)
+    assert found[0]["calls"] == expected["calls"]
+    for got, wanted in zip(found[0]["sent"], expected["sent"], strict=True):
+        assert got == pytest.approx(wanted, rel=1e-6)
+    tokens = [sum(len(each.input_ids) for each in list(rollouts())[first : first + 12]) for first in (0, 12, 24)]
+    assert [log["batch/forwarded_tokens_per_step"] for log in found[0]["logs"][:3]] == tokens
+    assert any(log.get("ring_token_ratio") for log in found[0]["logs"]) == (ranks > 1)
+    assert not any(each["sent"] or each["calls"] for each in found[1:])
+
+
+def test_a_rollout_that_trl_drops_is_trained(tmp_path, saved):
+    row = TreeRow()
+    for each in list(rollouts())[:12]:
+        row.add(asdict(each))
+    whole, once = len(row.tokens), {"max_steps": 1}
+    dropped, expected = (
+        trained(Plain, tmp_path, 1, saved, config={**once, "token_budget": budget}) for budget in (90, whole)
+    )
+    found = trained(Planned, tmp_path, 1, saved, config=once, capacity_tokens=128)
+    assert dropped["logs"][0]["batch/dropped_oversize_total"] == 1.0
+    compared(found, expected, but=(*OTHERS, "sample/"))  # TRL has read one more, to see that it does not fit
+    assert difference(found["weights"], dropped["weights"]) > 1e-3
+
+
+class Squared:
+    """A loss of one's own: a function of TRL's, which is no sum over tokens."""
+
+    def compute_loss(self, *args, **how):
+        return super().compute_loss(*args, **how) ** 2
+
+
+def test_a_loss_of_ones_own_may_be_no_sum(tmp_path, saved):
+    plain, planned = (type(kind.__name__, (Squared, kind), {}) for kind in (Plain, Planned))
+    found = trained(planned, tmp_path, 1, saved, capacity_tokens=128)
+    compared(found, trained(plain, tmp_path, 1, saved), but=OTHERS)
+
+
+def test_a_loss_of_trls_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch):
+    trls = async_grpo.async_grpo.AsyncGRPOTrainer
+    before = trls.compute_loss
+    monkeypatch.setattr(trls, "compute_loss", lambda *args, **how: before(*args, **how) ** 2)
+    with pytest.raises(ConfigError, match=r"compute_loss: expected a sum over tokens, .* that differs from TRL's"):
+        trained(Planned, tmp_path, 1, saved, capacity_tokens=128)
+
+
+def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved, monkeypatch):
+    """The worker goes on at the first prompt that no update had."""
+    monkeypatch.setattr("trl.experimental.async_grpo.async_grpo_trainer.AsyncRolloutWorker", Worker)
+    config = {"save_strategy": "steps", "save_steps": 2}
+    whole = trained(Planned, tmp_path, 1, saved, config=config, capacity_tokens=128)
+    rest, checkpoint = list(rollouts())[24:], str(tmp_path / "checkpoint-2")
+    again = trained(Planned, tmp_path, 1, saved, config=config, capacity_tokens=128, samples=rest, resume=checkpoint)
+    assert [again["logs"][0][name] for name in ("loss", "grad_norm")] == [
+        whole["logs"][2][name] for name in ("loss", "grad_norm")
+    ]
+    assert difference(again["weights"], whole["weights"]) == 0.0
+    assert again["trainer"].rollout_worker._loop_kwargs == {"dataset_start_index": 24 // GROUP}
+
+
+def test_what_a_plan_cannot_keep_is_refused_in_one_message(tmp_path, saved, monkeypatch):
+    with pytest.raises(Problems) as raised:
+        trained(Planned, tmp_path, 1, saved, config={"token_budget": 64}, stages=2)
+    assert {each.where for each in raised.value.problems} == {"token_budget", "stages"}
+    monkeypatch.setattr(async_grpo, "AsyncRolloutWorker", Worker)
+    with pytest.raises(ConfigError, match=r"max_completion_length: expected at most 127, .* got 2048"):
+        trained(Planned, tmp_path, 1, saved, capacity_tokens=128)
+
+
+def test_rollouts_that_no_update_can_take_end_the_training_by_name(tmp_path, saved):
+    with pytest.raises(DataError, match=r"rollout of group 0: expected at most 64 tokens, .*; got 100"):
+        trained(Planned, tmp_path, 1, saved, capacity_tokens=64)
+    samples = list(rollouts())
+    for each in samples:
+        each.completion_mask[:] = 0
+    with pytest.raises(DataError, match="a token that trains in each update; got none in 12 rollouts"):
+        trained(Planned, tmp_path, 1, saved, samples=samples, capacity_tokens=128)
+
+
+def test_all_ranks_end_when_the_worker_of_the_first_fails(tmp_path, saved):
+    def work(_rank):
+        with pytest.raises((RuntimeError, RankError)) as raised:
+            trained(Planned, tmp_path, 2, saved, samples=list(rollouts())[:13], capacity_tokens=64)
+        return str(raised.value)
+
+    first, second = in_trainers(work, 2, tmp_path)
+    assert first == "no rollout for 300.0 seconds"
+    assert "got RuntimeError: no rollout for 300.0 seconds" in second
