@@ -62,11 +62,13 @@ class StepPlanning:
     def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, capacity: int) -> Plan | None:
         """Return the fastest plan that computes shared prefixes once, or None if no trees fit.
 
-        Trees, like sequences, are on one rank or cut over several.
+        Trees, like sequences, are on one rank, or cut over those of a node or over all.
         """
         of_rank, plans = -(-sum(lengths) // self.ranks), list[Plan]()
-        limits = capacity, self.longest_tokens - len(lengths)  # trees have up to so many tokens more: `lengths_of`
-        sizes = {min(limit, size) for limit in limits for size in (of_rank // 2, of_rank, 2 * of_rank)}
+        node = capacity * min(self.ranks, self.cost.ranks_per_node)
+        sizes = {min(capacity, size) for size in (of_rank // 2, of_rank, 2 * of_rank)}
+        cut = (min(limit, 2 * of_rank) for limit in (node, self.longest_tokens))
+        sizes.update(size - len(lengths) for size in cut)  # trees may have so many tokens more: `lengths_of`
         planned = partial(self._plan, planning_share=PLANNING_SHARE / 2 / len(sizes))
         for most_tokens in sorted(sizes):
             with suppress(PlanError) if self.options.planner == PACKED_DP else nullcontext():  # too long for one rank
