@@ -41,8 +41,8 @@ def lengths_of(trees: Sequence[Tree], cost: Cost) -> tuple[tuple[int, ...], Cost
             length += 1
         lengths[number] = length
     own = replace(cost, trees=())
-    trees = tuple((float(each), *_attention(shapes[each], own)) for each in sorted(shapes) if len(shapes[each]) > 1)
-    return tuple(lengths), replace(cost, trees=trees)
+    known = tuple((float(each), *_attention(shapes[each], own)) for each in sorted(shapes) if len(shapes[each]) > 1)
+    return tuple(lengths), replace(cost, trees=known)
 
 
 def _attention(spans: Sequence[tuple[int, int]], cost: Cost) -> tuple[float, float]:
