@@ -16,7 +16,7 @@ from test_integrations_trl import SETTINGS
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, SFTConfig
 
-from lengthwise.integrations.trainer_loss import is_next_tokens
+from lengthwise.integrations.trainer_loss import is_next_tokens, is_of_labels
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import DPOTrainer, SFTTrainer
 from lengthwise.session import engine
@@ -82,3 +82,4 @@ def test_a_model_with_a_forward_or_loss_of_its_own_keeps_it(change):
         trainer.compute_loss = lambda *_, **__: 0
         assert not trainer._divides_by_items()
     assert is_next_tokens(trainer) == (change == "none")
+    assert is_of_labels(model) == (change in ("none", "compute_loss"))

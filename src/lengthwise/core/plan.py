@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lengthwise.core.errors import PlanError
@@ -95,6 +95,14 @@ class Plan:
     def ring_tokens(self) -> int:
         """Tokens of the sequences that are cut over more than one rank."""
         return sum(self.tokens[i] for m in self.microbatches for p in m.pieces if p.degree > 1 for i in p.sequences)
+
+    def replacing(self, others_of: Callable[[int], Iterable[int]]) -> tuple[Microbatch, ...]:
+        """Return the microbatches with other sequences in the place of each."""
+
+        def of(piece: Piece) -> Piece:
+            return replace(piece, sequences=tuple(other for one in piece.sequences for other in others_of(one)))
+
+        return tuple(replace(each, pieces=tuple(map(of, each.pieces))) for each in self.microbatches)
 
     def to_json(self) -> str:
         """Return the text of the plan file: canonical (equal plans give equal text), one microbatch per line."""

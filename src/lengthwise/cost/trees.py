@@ -63,17 +63,8 @@ def folded(plan: Plan, cost: Cost) -> tuple[Plan, Cost]:
         return plan, cost
     trees = [tree for m in plan.microbatches for piece in m.pieces for tree in _trees_of(piece.sequences, plan)]
     lengths, costs = lengths_of(trees, cost)
-    number_of = {tree.sequences[0]: number for number, tree in enumerate(trees)}
-    microbatches = tuple(
-        replace(
-            microbatch,
-            pieces=tuple(
-                replace(piece, sequences=tuple(number_of[i] for i in piece.sequences if i in number_of))
-                for piece in microbatch.pieces
-            ),
-        )
-        for microbatch in plan.microbatches
-    )
+    numbers = {tree.sequences[0]: (number,) for number, tree in enumerate(trees)}
+    microbatches = plan.replacing(lambda sequence: numbers.get(sequence, ()))
     requires = tuple(each for each in plan.requires if each != "branches")
     return replace(plan, tokens=lengths, parents=(), requires=requires, microbatches=microbatches), costs
 

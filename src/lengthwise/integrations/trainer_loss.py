@@ -8,12 +8,14 @@ from typing import Any
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lengthwise.models import has_balance_loss, has_own_logits
+from lengthwise.models import has_balance_loss, has_own_logits, whole_model
 from lengthwise.session.loss_checks import KnownShare, ShareInChunks
 from lengthwise.session.losses import ComputeLoss
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.row_batch import rows_of
 from lengthwise.session.source import PlannedStep
+
+_LIBRARIES = ("lengthwise.", "transformers.", "trl.")  # TRL gives models a head of its own
 
 
 def loss_of(trainer: Any, planned: PlannedStep, normalizer: float) -> ComputeLoss | None:
@@ -23,9 +25,21 @@ def loss_of(trainer: Any, planned: PlannedStep, normalizer: float) -> ComputeLos
     """
     if is_next_tokens(trainer) and rows_of(planned).is_plain:
         return None
+    if not trainer._divides_by_items():
+        return partial(trainer._share_of_loss, normalizer=normalizer)
     known = KnownShare if trainer._takes_whole_logits() else ShareInChunks
-    kind = known if trainer._divides_by_items() else partial
-    return kind(trainer._share_of_loss, normalizer=normalizer)
+    return known(trainer._share_of_loss, normalizer=normalizer).of_labels(is_of_labels(trainer.model))
+
+
+def is_of_labels(model: Any) -> bool:
+    """Return whether a library's loss of a model leaves out tokens without a label.
+
+    It may not if the model's `forward`, a hook on it or its loss function is the user's.
+    """
+    model = whole_model(hugging_face_model(model))
+    forward = getattr(model, "_original_forward", model.forward)  # accelerate wraps it in autocast
+    made = (getattr(forward, "__func__", forward), model.loss_function, *model._forward_hooks.values())
+    return all(str(getattr(each, "__module__", None)).startswith(_LIBRARIES) for each in made)
 
 
 def is_next_tokens(trainer: Any) -> bool:

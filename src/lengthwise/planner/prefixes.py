@@ -33,16 +33,7 @@ def plan_shared(
         return None
     known_as, costs = lengths_of(trees, cost)
     plan = plan_lengths(known_as, costs)
-    microbatches = tuple(
-        replace(
-            microbatch,
-            pieces=tuple(
-                replace(piece, sequences=tuple(each for tree in piece.sequences for each in trees[tree].sequences))
-                for piece in microbatch.pieces
-            ),
-        )
-        for microbatch in plan.microbatches
-    )
+    microbatches = plan.replacing(lambda tree: trees[tree].sequences)
     return with_requires(replace(plan, tokens=tokens, parents=parents, microbatches=microbatches))
 
 

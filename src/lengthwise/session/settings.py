@@ -141,7 +141,7 @@ def check_settings(
         computing=computing,
         seed=seed,
         timeout_seconds=timeout_seconds,
-        shares_prefixes=asked.share_prefixes == "auto",
+        shares_prefixes=asked.share_prefixes == "auto" and can_share_prefixes(model),
     )
 
 
@@ -208,5 +208,5 @@ def planning_of(
     return SessionPlanning(
         chunked=ahead,
         whole=ahead if whole is None else for_whole_logits(ahead, whole),
-        shares=settings.shares_prefixes and can_share_prefixes(engine.model),
+        shares=settings.shares_prefixes,
     )
