@@ -47,7 +47,7 @@ def one_document(spans, tokens, scan):
     return scan.run(tokens, [sum(spans.lengths)])
 
 
-def no_states(_spans, maps):
+def no_states(_spans, maps, _joins):
     return [[torch.zeros_like(each.b) for each in of_piece] for of_piece in maps.values()]
 
 

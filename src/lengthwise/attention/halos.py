@@ -24,7 +24,7 @@ class Halo:
         program, rank = spans.program, spans.transport.rank
         self.round = halo_round_of(program, rank, width)
         self.back = self.round.turned()
-        number_of = {(s.piece, s.sequence, s.number): number for number, s in enumerate(spans.spans)}
+        number_of = {span.key: number for number, span in enumerate(spans.spans)}
         self.sent: list[slice] = []
         """Local rows of the round's messages."""
         self.before: list[list[slice | int]] = [[] for _ in spans.spans]
@@ -32,8 +32,7 @@ class Halo:
         self.zeros = [width - 1 for _ in spans.spans]
         arriving = 0
         for move in halo_moves(program, width, rank):
-            sequence = program.microbatch.pieces[move.piece].sequences[move.place]
-            source, target = (number_of.get((move.piece, sequence, each)) for each in (move.source, move.target))
+            source, target = number_of.get(move.source), number_of.get(move.target)
             rows = slice(0)
             if source is not None:
                 first = spans.spans[source].row - spans.spans[source].start
