@@ -30,8 +30,13 @@ class TokenByToken:
     def __init__(self, is_matrix):
         self.is_matrix = is_matrix
 
-    def run(self, tokens, lengths):
-        return self.open(tokens, lengths).out
+    def run(self, tokens, lengths, *, before=None, states=False):
+        opened = self.open(tokens, lengths)
+        if before is None:
+            before = torch.zeros_like(opened.b)
+        readers, after = opened.reader.split(lengths, 1), states_after(self, opened, before)
+        out = torch.cat([self.read(*each) for each in zip(readers, before.split(1), strict=True)], 1)
+        return opened.out + out, after if states else None
 
     def open(self, tokens, lengths):
         outs, readers, factors, lasts = [], [], [], []
@@ -54,6 +59,14 @@ class TokenByToken:
 
     def read(self, reader, state):
         return torch.einsum("bthok,bhkv->bthv", reader, state)
+
+
+def states_after(scan, opened, before):
+    return states.Map(opened.a, opened.b, scan.is_matrix)(before)
+
+
+def whole_text(scan):
+    return lambda x: scan.run(x, [x["a"].shape[1]])[0]
 
 
 def drawn_tokens(length, is_matrix, seed):
@@ -134,7 +147,7 @@ def test_any_plan_convolves_within_each_text(width, choose, ranks, count):
 def check_scan(plan, is_matrix):
     scan = TokenByToken(is_matrix)
     rows = [drawn_tokens(length, is_matrix, seed) for seed, length in enumerate(plan.tokens)]
-    check(plan, rows, lambda spans, x: scan_spans(spans, x, scan), lambda x: scan.run(x, [x["a"].shape[1]]))
+    check(plan, rows, lambda spans, x: scan_spans(spans, x, scan), whole_text(scan))
 
 
 def check_convolution(plan, width):
@@ -199,7 +212,7 @@ EMPTY = make_plan(
 def test_ranks_with_empty_spans_take_part_in_backward(monkeypatch):
     scan = TokenByToken(is_matrix=True)
     rows = [drawn_tokens(length, True, seed) for seed, length in enumerate(EMPTY.tokens)]
-    args = rows, lambda spans, x: scan_spans(spans, x, scan), lambda x: scan.run(x, [x["a"].shape[1]])
+    args = rows, lambda spans, x: scan_spans(spans, x, scan), whole_text(scan)
     check(EMPTY, *args)
     apply = states._States.apply
     beside = SimpleNamespace(apply=lambda rows, *rest: (rows, *apply(rows.detach(), *rest)[1:]))

@@ -12,12 +12,14 @@ from testing.families import enliven
 from testing.plans import random_plan
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
+from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import plain_cost
 from lengthwise.models import keep_double
 from lengthwise.models.adapter import attending_by_plan, plain_output
 from lengthwise.planner.prefixes import plan_shared
 from lengthwise.program import check_plan
 from lengthwise.session.row_batch import RowBatch
+from models.test_models_checkpointing import recomputing
 from properties import costly
 from tiers import more
 
@@ -89,7 +91,8 @@ def test_a_shared_prefix_gives_what_whole_rows_give(name, sizes, ranks, seed):
         return
 
     def any_plan(lengths, _cost):
-        return random_plan(choose, ranks, lengths, num_heads=SIZES["num_attention_heads"])
+        plan = random_plan(choose, ranks, lengths, num_heads=SIZES["num_attention_heads"])
+        return recomputing(plan, *choose.sample(RECOMPUTE_KINDS, 2))
 
     plan = plan_shared(batch.lengths, shared, choose.choice([60, 200, 2000]), COST, any_plan)
     if plan is None:
