@@ -4,7 +4,7 @@ A plan gives a kernel several spans: whole documents, sequences that continue ot
 separately. The functions of transformers take one span per call and run anywhere. fla takes all spans in one call, each
 with a state; mamba-ssm takes whole documents in one call, but one first and one last state per call; causal-conv1d
 takes one row that contains the halos of its spans. Written for fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.6.1;
-the first two ran in Triton's interpreter, but not from states that differ by span; none ran on a GPU yet.
+docs/gpu.md says where they ran.
 """
 
 from __future__ import annotations

@@ -137,23 +137,19 @@ def halo_moves(program: MicrobatchProgram, width: int, rank: int | None = None) 
     else:
         places = [*program.pieces_of(rank)]
     for index, piece, position in places:
+        count = 2 * piece.degree - 1
+        held = range(count) if position is None else {position, count - 1 - position}
         for sequence in piece.sequences:
             line = _line_to(sequence, program.parents)
-            if piece.degree == len(line) == 1:
+            if count == len(line) == 1:
                 continue
-            numbers = range(2 * piece.degree - 1)
-            held = numbers if position is None else (position, numbers[-1] - position)
-            keys = [SpanKey(one, number) for one in line for number in numbers]
-            bounds, starts = [0], dict[int, int]()
-            for one in line:
-                starts[one] = bounds[-1]
-                bounds += [starts[one] + bound for bound in _span_bounds(program.tokens[one], piece)[1:]]
-            ours = range(len(keys) - len(numbers), len(keys))
-            of_held = (place for place, key in enumerate(keys) if key.number in held)
-            pairs = {pair for place in of_held for pair in _halo_pairs(bounds, place, width) if pair[0] in ours}
-            for target, source in sorted(pairs):
-                start, first = max(bounds[source], bounds[target] - width + 1), starts[keys[source].sequence]
-                yield HaloMove(index, keys[target], keys[source], start - first, bounds[source + 1] - first)
+            bounds = _line_bounds([program.tokens[one] for one in line], piece)
+            starts, own = range(0, len(bounds) - 1, count), len(bounds) - 1 - count
+            pairs = {pair for start in starts for number in held for pair in _halo_pairs(bounds, start + number, width)}
+            for target, source in sorted(pair for pair in pairs if pair[0] >= own):
+                into, out_of = (SpanKey(line[span // count], span % count) for span in (target, source))
+                start, first = max(bounds[source], bounds[target] - width + 1), bounds[source - source % count]
+                yield HaloMove(index, into, out_of, start - first, bounds[source + 1] - first)
 
 
 def far_peers(programs: Sequence[MicrobatchProgram], rank: int, mixing: Mixing = ATTENTION_ALONE) -> tuple[int, ...]:
@@ -170,6 +166,14 @@ def _span_bounds(length: int, piece: Piece) -> tuple[int, ...]:
     """Return the 2 x degree borders of a sequence's spans: those of the chunks without the middle one."""
     bounds = chunk_bounds(length, piece.degree, piece.shares)
     return (*bounds[: piece.degree], *bounds[piece.degree + 1 :])
+
+
+def _line_bounds(lengths: Sequence[int], piece: Piece) -> tuple[int, ...]:
+    """Return the borders of the spans of sequences of which each continues the one before."""
+    bounds = _span_bounds(lengths[0], piece)
+    for length in lengths[1:]:
+        bounds = (*bounds, *(bounds[-1] + bound for bound in _span_bounds(length, piece)[1:]))
+    return bounds
 
 
 def _position(piece: Piece, number: int) -> int:
