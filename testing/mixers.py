@@ -101,7 +101,7 @@ def mamba_chunk_scan_combined(
 ) -> Any:
     """Stand for mamba-ssm's function; documents of a row are told apart by `seq_idx` alone."""
     assert z is None, "no gate"
-    assert initial_states is None, "of the first document alone"
+    assert initial_states is None or seq_idx is None, "of the first document alone"
     assert cu_seqlens is None, "for states without backward"
     assert not return_varlen_states, "without backward"
     assert A.shape == dt.shape[2:], "a decay a head"
@@ -112,6 +112,7 @@ def mamba_chunk_scan_combined(
         assert seq_idx.shape == x.shape[:2], "a number a row"
         lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
     how = {"D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "return_final_states": True}
+    how["initial_states"] = initial_states
     parts = zip(*(each.split(lengths, 1) for each in (x, dt, B, C)), strict=True)
     found = [_PLAIN[MAMBA2](hidden, step, A, b, c, chunk_size, **how) for hidden, step, b, c in parts]
     out = torch.cat([each for each, _ in found], 1)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.planner import CUTTING_PLANNERS, PACKED_DP, PLANNERS
+from lengthwise.program.features import with_requires
 
 PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 
@@ -80,6 +82,25 @@ def random_plan(
     while pieces:
         microbatches.append([pieces.pop() for _ in range(min(len(pieces), choose.choice((1, 1, 2, 3))))])
     return make_plan(ranks, tokens, microbatches, layers=layers)
+
+
+def with_branches(choose: random.Random, plan: Plan) -> Plan:
+    """Let some sequences of a plan continue others of their piece, which may continue others."""
+    parents: list[int | None] = [None] * len(plan.tokens)
+    for microbatch in plan.microbatches:
+        for piece in microbatch.pieces:
+            path: list[int] = []
+            for sequence in piece.sequences:
+                del path[choose.randint(0, len(path)) :]
+                parents[sequence] = path[-1] if path else None
+                path.append(sequence)
+    return with_requires(replace(plan, parents=tuple(parents)))
+
+
+def line_to(plan: Plan, sequence: int) -> list[int]:
+    """Return the sequences that a sequence continues, in the order of the text, and then itself."""
+    parent = plan.parents[sequence] if plan.parents else None
+    return [sequence] if parent is None else [*line_to(plan, parent), sequence]
 
 
 def visible_pairs(length: int) -> set[tuple[int, int]]:

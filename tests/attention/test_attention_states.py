@@ -1,5 +1,6 @@
-"""Scans and convolutions over cut sequences equal those of each sequence whole, forward and backward, in fp64."""
+"""Scans and convolutions over cut and continued sequences equal those of whole texts, both passes, in fp64."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan, relative_error
+from testing.plans import line_to, with_branches
 from testing.strict import StrictWorld
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -28,8 +30,13 @@ class TokenByToken:
     def __init__(self, is_matrix):
         self.is_matrix = is_matrix
 
-    def run(self, tokens, lengths):
-        return self.open(tokens, lengths).out
+    def run(self, tokens, lengths, *, before=None, states=False):
+        opened = self.open(tokens, lengths)
+        if before is None:
+            before = torch.zeros_like(opened.b)
+        readers, after = opened.reader.split(lengths, 1), states_after(self, opened, before)
+        out = torch.cat([self.read(*each) for each in zip(readers, before.split(1), strict=True)], 1)
+        return opened.out + out, after if states else None
 
     def open(self, tokens, lengths):
         outs, readers, factors, lasts = [], [], [], []
@@ -52,6 +59,14 @@ class TokenByToken:
 
     def read(self, reader, state):
         return torch.einsum("bthok,bhkv->bthv", reader, state)
+
+
+def states_after(scan, opened, before):
+    return states.Map(opened.a, opened.b, scan.is_matrix)(before)
+
+
+def whole_text(scan):
+    return lambda x: scan.run(x, [x["a"].shape[1]])[0]
 
 
 def drawn_tokens(length, is_matrix, seed):
@@ -99,25 +114,44 @@ def on_ranks(plan, rows, compute):
 
 
 def check(plan, rows, compute, whole, bar=1e-12):
-    for (tokens, grad), (out, grads) in zip(rows, on_ranks(plan, rows, compute), strict=True):
-        wanted = whole(tokens)
+    """Compare with every text from its first token on, whatever of it a sequence continues."""
+    total = torch.zeros((), dtype=torch.float64)
+    found = on_ranks(plan, rows, compute)
+    for sequence, ((tokens, grad), (out, _)) in enumerate(zip(rows, found, strict=True)):
+        line = line_to(plan, sequence)
+        text = {name: torch.cat([rows[each][0][name] for each in line], 1) for name in tokens}
+        wanted = whole(text)[:, -plan.tokens[sequence] :]
         assert relative_error(out, wanted.detach()) <= bar
-        expected = torch.autograd.grad((wanted * grad).sum(), [*tokens.values()])
-        assert all(relative_error(grads[name], each) <= bar for name, each in zip(tokens, expected, strict=True))
+        total = total + (wanted * grad).sum()
+    total.backward()
+    for (tokens, _), (_, grads) in zip(rows, found, strict=True):
+        assert all(relative_error(grads[name], x.grad) <= bar for name, x in tokens.items())
+
+
+def drawn_plan(choose, ranks, count):
+    return with_branches(choose, random_plan(choose, ranks, draw_lengths(choose, ranks, count)))
 
 
 @costly
 @given(is_matrix=st.booleans(), **CASES)
-def test_any_plan_gives_each_token_the_state_of_its_own_sequence(is_matrix, choose, ranks, count):
-    plan, scan = random_plan(choose, ranks, draw_lengths(choose, ranks, count)), TokenByToken(is_matrix)
-    rows = [drawn_tokens(length, is_matrix, seed) for seed, length in enumerate(plan.tokens)]
-    check(plan, rows, lambda spans, x: scan_spans(spans, x, scan), lambda x: scan.run(x, [x["a"].shape[1]]))
+def test_any_plan_gives_each_token_the_state_of_its_own_text(is_matrix, choose, ranks, count):
+    check_scan(drawn_plan(choose, ranks, count), is_matrix)
 
 
 @costly
 @given(width=st.sampled_from([2, 3, 4, 7]), **CASES)
-def test_any_plan_convolves_within_each_sequence(width, choose, ranks, count):
-    plan, draw = random_plan(choose, ranks, draw_lengths(choose, ranks, count)), torch.Generator().manual_seed(0)
+def test_any_plan_convolves_within_each_text(width, choose, ranks, count):
+    check_convolution(drawn_plan(choose, ranks, count), width)
+
+
+def check_scan(plan, is_matrix):
+    scan = TokenByToken(is_matrix)
+    rows = [drawn_tokens(length, is_matrix, seed) for seed, length in enumerate(plan.tokens)]
+    check(plan, rows, lambda spans, x: scan_spans(spans, x, scan), whole_text(scan))
+
+
+def check_convolution(plan, width):
+    draw = torch.Generator().manual_seed(0)
     weight = torch.randn(3, width, generator=draw, dtype=torch.float64)
 
     def convolve(rows):
@@ -136,6 +170,33 @@ def test_any_plan_convolves_within_each_sequence(width, choose, ranks, count):
     )
 
 
+# Trees of three levels with sequences shorter than a convolution: on one rank, over three, and beside a ring.
+TREES = replace(
+    make_plan(
+        3,
+        (9, 2, 6, 1, 7, 3, 8, 2, 1, 11, 4, 5, 12),
+        [
+            [Piece(ranks=(1,), sequences=(0, 1, 2, 3, 4, 5))],
+            [
+                Piece(ranks=(2, 0, 1), sequences=(6, 7, 8, 9, 10), shares=(1.0, 0.0, 2.0)),
+                Piece(ranks=(0,), sequences=(11,)),
+            ],
+            [Piece(ranks=(1, 2), sequences=(12,))],
+        ],
+    ),
+    parents=(None, 0, 1, 1, 0, None, None, 6, 7, 8, 6, None, None),
+)
+
+
+@pytest.mark.parametrize("is_matrix", [True, False])
+def test_a_sequence_begins_with_the_state_after_the_one_that_it_continues(is_matrix):
+    check_scan(TREES, is_matrix)
+
+
+def test_a_convolution_reads_the_tokens_of_all_that_a_sequence_continues():
+    check_convolution(TREES, 7)
+
+
 # One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state.
 EMPTY = make_plan(
     3,
@@ -151,7 +212,7 @@ EMPTY = make_plan(
 def test_ranks_with_empty_spans_take_part_in_backward(monkeypatch):
     scan = TokenByToken(is_matrix=True)
     rows = [drawn_tokens(length, True, seed) for seed, length in enumerate(EMPTY.tokens)]
-    args = rows, lambda spans, x: scan_spans(spans, x, scan), lambda x: scan.run(x, [x["a"].shape[1]])
+    args = rows, lambda spans, x: scan_spans(spans, x, scan), whole_text(scan)
     check(EMPTY, *args)
     apply = states._States.apply
     beside = SimpleNamespace(apply=lambda rows, *rest: (rows, *apply(rows.detach(), *rest)[1:]))

@@ -1,22 +1,27 @@
 """A prefix computed once, in any plan: loss and gradients are those of whole rows, one after the other."""
 
 import random
+from functools import cache
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import SIZES, run_step
+from testing import SIZES, run_step, tiny_family_config
+from testing.families import enliven
 from testing.plans import random_plan
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig
 
+from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import plain_cost
 from lengthwise.models import keep_double
-from lengthwise.models.adapter import attending_by_plan
+from lengthwise.models.adapter import attending_by_plan, plain_output
 from lengthwise.planner.prefixes import plan_shared
 from lengthwise.program import check_plan
 from lengthwise.session.row_batch import RowBatch
+from models.test_models_checkpointing import recomputing
 from properties import costly
+from tiers import more
 
 VOCAB = SIZES["vocab_size"]
 COST = plain_cost(linear_seconds=1e-4, quadratic_seconds=1e-9)
@@ -24,6 +29,16 @@ CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "gemma3": Gemma3TextConfig(**SIZES, sliding_window=20, layer_types=["sliding_attention", "full_attention"]),
 }
+
+
+@cache
+def model_of(name):
+    """Return a tiny model in fp64; its states decay slowly."""
+    torch.manual_seed(1)
+    config = CONFIGS[name] if name in CONFIGS else tiny_family_config(name)
+    how = {"attn_implementation": "eager", "experts_implementation": "eager", "dtype": torch.float64}
+    model = AutoModelForCausalLM.from_config(config, **how)
+    return model.double() if name in CONFIGS else enliven(model.double())
 
 
 def grouped_rows(choose, sizes):
@@ -42,12 +57,23 @@ def plain_step(model, rows):
     """Return loss and gradients of the rows one by one, by the model's own attention."""
     total, count = 0.0, sum(int((row["labels"][1:] != -100).sum()) for row in rows)
     for row in rows:
-        logits = model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
+        logits = plain_output(model, row["input_ids"]).logits[0, :-1]
         total += torch.nn.functional.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="sum")
     (total / count).backward()
     return total.item() / count, {name: each.grad for name, each in model.named_parameters()}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *CONFIGS,
+        *("qwen3_5_text", "bamba", "lfm2"),
+        *map(
+            more,
+            ("qwen3_next", "kimi_linear", "olmo_hybrid", "nemotron_h", "falcon_h1", "granitemoehybrid", "lfm2_moe"),
+        ),
+    ],
+)
 @costly
 @given(
     sizes=st.lists(
@@ -55,9 +81,8 @@ def plain_step(model, rows):
     ),
     ranks=st.integers(1, 4),
     seed=st.integers(0, 2**16),
-    name=st.sampled_from(sorted(CONFIGS)),
 )
-def test_a_shared_prefix_gives_what_whole_rows_give(sizes, ranks, seed, name):
+def test_a_shared_prefix_gives_what_whole_rows_give(name, sizes, ranks, seed):
     choose = random.Random(seed)
     rows = grouped_rows(choose, sizes)
     batch = RowBatch(rows)
@@ -66,14 +91,15 @@ def test_a_shared_prefix_gives_what_whole_rows_give(sizes, ranks, seed, name):
         return
 
     def any_plan(lengths, _cost):
-        return random_plan(choose, ranks, lengths, num_heads=CONFIGS[name].num_attention_heads)
+        plan = random_plan(choose, ranks, lengths, num_heads=SIZES["num_attention_heads"])
+        return recomputing(plan, *choose.sample(RECOMPUTE_KINDS, 2))
 
     plan = plan_shared(batch.lengths, shared, choose.choice([60, 200, 2000]), COST, any_plan)
     if plan is None:
         return
     check_plan(plan)
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager", dtype=torch.float64)
+    model = model_of(name)
+    model.zero_grad()
     with keep_double(torch.float64):
         loss, gradients = plain_step(model, rows)
     model.zero_grad()

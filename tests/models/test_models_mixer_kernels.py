@@ -77,6 +77,15 @@ def one_document(*, cu_seqlens, cu_seqlens_cpu, initial_state=None, **asked):
     return out, None if states is None else states.expand(len(cu_seqlens) - 1, -1, -1, -1)
 
 
+def one_state(*args, initial_state=None, **asked):
+    state = None if initial_state is None else initial_state[:1].expand_as(initial_state).contiguous()
+    return STAND_INS[DELTA_RULE](*args, initial_state=state, **asked)
+
+
+def no_first_state(*args, initial_states=None, **asked):
+    return STAND_INS[MAMBA2](*args, **asked)
+
+
 def half_gradient_of_states(*args, **asked):
     out, states = STAND_INS[DELTA_RULE](*args, **asked)
     return out, None if states is None else states.detach().lerp(states, 0.5)
@@ -97,7 +106,9 @@ def no_numbers(*args, seq_idx=None, **asked):
         (DELTA_RULE, one_document, "out is off"),
         (DELTA_RULE, half_gradient_of_states, "gradient of key is off"),
         (DELTA_RULE, no_states_before, "reader is off"),
+        (DELTA_RULE, one_state, "out from states is off"),
         (MAMBA2, no_numbers, "out is off"),
+        (MAMBA2, no_first_state, "out from states is off"),
         (CONVOLUTION, lambda x, weight, *_, activation: STAND_INS[CONVOLUTION](x, weight.flip(-1)), "out is off"),
         (CONVOLUTION, lambda *args, activation: 1 / 0, "ZeroDivisionError: division by zero"),
     ],

@@ -44,10 +44,10 @@ def difference(family, plan=PLAN, **how):
 
 
 def one_document(spans, tokens, scan):
-    return scan.run(tokens, [sum(spans.lengths)])
+    return scan.run(tokens, [sum(spans.lengths)], before=None, states=False)[0]
 
 
-def no_states(_spans, maps):
+def no_states(_spans, maps, _joins):
     return [[torch.zeros_like(each.b) for each in of_piece] for of_piece in maps.values()]
 
 

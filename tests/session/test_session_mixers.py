@@ -1,4 +1,4 @@
-"""Hybrid models train in a session as in the plain loop: whole, sharded, in stages, with LoRA, with router losses."""
+"""Hybrid models train in a session as in the plain loop: whole, sharded, in stages, with LoRA, with shared prompts."""
 
 import warnings
 from functools import partial
@@ -11,10 +11,13 @@ from testing.families import enliven
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
+from lengthwise.session.model import can_share_prefixes
 from tiers import more
 
 SGD = partial(torch.optim.SGD, lr=0.05)
-STEPS = [rows_of([97, 13], 0), rows_of([30, 9, 64], 1)]
+PROMPT = {"input_ids": torch.arange(20), "labels": torch.full((20,), -100)}
+ANSWERS = [{name: torch.cat([PROMPT[name], x]) for name, x in row.items()} for row in rows_of([30, 9, 24], 1)]
+STEPS = [rows_of([97, 13], 0), ANSWERS]
 IN_PARTS = ["in_proj_qkv", "in_proj", "q_proj"]  # of Mamba layers peft takes no out_proj
 
 
@@ -48,6 +51,8 @@ def hybrid(family, *, lora):
 )
 def test_hybrid_models_train_as_in_the_plain_loop(family, lora, layout, ranks, tmp_path):
     def work(_rank):
-        return both_loops(SGD, model=hybrid(family, lora=lora), steps=STEPS, **layout)
+        model = hybrid(family, lora=lora)
+        assert can_share_prefixes(model)
+        return both_loops(SGD, model=model, steps=STEPS, **layout)
 
     assert max(map(max, in_ranks(in_double(work), ranks, tmp_path))) < 1e-10

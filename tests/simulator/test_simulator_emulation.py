@@ -267,8 +267,8 @@ class _AnyScan:
 
     is_matrix = True
 
-    def run(self, tokens: Any, lengths: Any) -> torch.Tensor:
-        return tokens["x"]
+    def run(self, tokens: Any, lengths: Any, **_: Any) -> tuple[torch.Tensor, None]:
+        return tokens["x"], None
 
     def open(self, tokens: Any, lengths: Any) -> Opened:
         x = tokens["x"]

@@ -1,12 +1,13 @@
-"""Short causal convolutions over this rank's tokens, each sequence from its own first token, on any rank.
+"""Short causal convolutions over this rank's tokens, each sequence from the first token of its text, on any rank.
 
 The width - 1 tokens that the convolution reads before a span are put before it: tokens that this rank holds or
-receives, and zeros at a document's start. One plain convolution then runs over all rows. Costs one round of a few rows
-per layer.
+receives, of the sequence or of those that it continues, and zeros at a text's start. One plain convolution then runs
+over all rows. Costs one round of a few rows per layer.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,26 +25,27 @@ class Halo:
         program, rank = spans.program, spans.transport.rank
         self.round = halo_round_of(program, rank, width)
         self.back = self.round.turned()
-        number_of = {(s.piece, s.sequence, s.number): number for number, s in enumerate(spans.spans)}
+        number_of = {span.key: number for number, span in enumerate(spans.spans)}
         self.sent: list[slice] = []
         """Local rows of the round's messages."""
-        self.before: list[list[slice | int]] = [[] for _ in spans.spans]
-        """What is put before a span after zeros, by span: local rows, or the number of an arriving message."""
+        self.kept: dict[tuple[int, int], int] = {}
+        """Local rows (first, stop) that go before other spans of this rank, numbered after the arriving messages."""
+        self.before: list[list[int]] = [[] for _ in spans.spans]
+        """What is put before a span after zeros, by span: numbers of arriving messages and of local rows."""
         self.zeros = [width - 1 for _ in spans.spans]
-        arriving = 0
+        arriving = itertools.count()
         for move in halo_moves(program, width, rank):
-            sequence = program.microbatch.pieces[move.piece].sequences[move.place]
-            source, target = (number_of.get((move.piece, sequence, each)) for each in (move.source, move.target))
-            rows = slice(0)
+            source, target = number_of.get(move.source), number_of.get(move.target)
+            rows = (0, 0)
             if source is not None:
                 first = spans.spans[source].row - spans.spans[source].start
-                rows = slice(first + move.start, first + move.stop)
+                rows = first + move.start, first + move.stop
             if target is None:
-                self.sent.append(rows)
+                self.sent.append(slice(*rows))
                 continue
             self.zeros[target] -= move.stop - move.start
-            self.before[target].append(arriving if source is None else rows)
-            arriving += source is None
+            kept = len(self.round.receives) + len(self.kept)
+            self.before[target].append(next(arriving) if source is None else self.kept.setdefault(rows, kept))
 
 
 class _Halos(torch.autograd.Function):
@@ -85,8 +87,9 @@ def convolve_spans(spans: LocalSpans, rows: Tensor, halo: Halo, convolve: Callab
     if halo.round.sends or halo.round.receives:
         rows, *arrived = _Halos.apply(rows, spans, halo)  # pyright: ignore[reportAssignmentType, reportGeneralTypeIssues]
     lengths, parts, sizes = spans.lengths, list[Tensor](), list[int]()
+    others = [*arrived, *(rows[first:stop] for first, stop in halo.kept)]
     for number, own in enumerate(rows.split(lengths)):
-        before = [rows[each] if isinstance(each, slice) else arrived[each] for each in halo.before[number]]
+        before = [others[each] for each in halo.before[number]]
         parts += [rows.new_zeros(halo.zeros[number], rows.shape[1]), *before, own]
         sizes += [halo.zeros[number] + sum(len(each) for each in before), len(own)]
     return torch.cat(convolve(torch.cat(parts)).split(sizes)[1::2])

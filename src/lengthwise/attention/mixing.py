@@ -6,9 +6,10 @@ small, so that its recomputation sends nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -20,14 +21,39 @@ _PADDING = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WholeSpans:
+    """Spans of whole sequences that run together; entries are numbers of `LocalSpans.spans`.
+
+    parents: the spans that they continue, or (). are_continued: whether others continue them.
+    """
+
+    numbers: tuple[int, ...]
+    parents: tuple[int, ...]
+    are_continued: bool
+
+
+class Join(NamedTuple):
+    """Sequences that begin where others end, as places in `CutPiece.low`; several sources only if read backward."""
+
+    sources: slice
+    targets: slice
+
+    def turned(self) -> Join:
+        """Return the same read backward."""
+        return Join(self.targets, self.sources)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CutPiece:
     """A rank's spans of one cut piece: low ones and, except on the last position, high ones.
 
-    Entries are numbers of `LocalSpans.spans`, one per sequence.
+    low, high: numbers of `LocalSpans.spans`, one per sequence. joins: what continues what, on position 0, where
+    sequences begin and end.
     """
 
     low: tuple[int, ...]
     high: tuple[int, ...]
+    joins: tuple[Join, ...]
 
 
 class LocalSpans:
@@ -50,13 +76,59 @@ class LocalSpans:
         return [span.stop - span.start for span in self.spans]
 
     @cached_property
+    def whole(self) -> tuple[WholeSpans, ...]:
+        """Spans of whole sequences and of padding, all after those that they continue."""
+        parents = {number: parent for number in range(len(self.spans)) if (parent := self._parent(number)) is not None}
+        levels, continued = dict[int, int](), {*parents.values()}
+        found: dict[tuple[int, bool], list[int]] = {}
+        for number, is_cut in enumerate(self.is_cut):
+            if not is_cut:
+                levels[number] = levels[parents[number]] + 1 if number in parents else 0
+                found.setdefault((levels[number], number in continued), []).append(number)
+        return tuple(
+            WholeSpans(
+                numbers=tuple(numbers),
+                parents=tuple(parents[number] for number in numbers if level),
+                are_continued=are_continued,
+            )
+            for (level, are_continued), numbers in sorted(found.items())
+        )
+
+    @cached_property
     def cut_pieces(self) -> dict[int, CutPiece]:
         """Pieces that this rank shares with others, in plan order."""
         found: dict[int, tuple[list[int], list[int]]] = {}
         for number, span in enumerate(self.spans):
             if self.is_cut[number]:
                 found.setdefault(span.piece, ([], []))[span.number != span.position].append(number)
-        return {index: CutPiece(low=tuple(low), high=tuple(high)) for index, (low, high) in found.items()}
+        return {
+            index: CutPiece(low=tuple(low), high=tuple(high), joins=tuple(self._joins(low)))
+            for index, (low, high) in found.items()
+        }
+
+    def _joins(self, low: Sequence[int]) -> Iterator[Join]:
+        """Yield the joins of sequences, of which none comes before the join of which its source is a target."""
+        if not self.program.parents or self.spans[low[0]].position:
+            return
+        place_of, runs = {number: place for place, number in enumerate(low)}, [list[range]() for _ in low]
+        for place, number in enumerate(low):
+            parent = self._parent(number)
+            if parent is not None:
+                own = runs[place_of[parent]]
+                first = own.pop().start if own and own[-1].stop == place else place
+                own.append(range(first, place + 1))
+        for place, own in enumerate(runs):
+            yield from (Join(slice(place, place + 1), slice(run.start, run.stop)) for run in own)
+
+    def _parent(self, number: int) -> int | None:
+        """Return the first span of the sequence that a span's continues, on the position where both begin."""
+        span, parents = self.spans[number], self.program.parents
+        parent = parents[span.sequence] if parents and span.piece != _PADDING else None
+        return None if parent is None else self._first_of[parent]
+
+    @cached_property
+    def _first_of(self) -> dict[int, int]:
+        return {span.sequence: number for number, span in reversed([*enumerate(self.spans)])}
 
     @cached_property
     def sweep(self) -> tuple[RankRound, ...]:

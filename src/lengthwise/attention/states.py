@@ -1,25 +1,29 @@
-"""Layers with a state that runs through a sequence (gated delta rule, KDA, Mamba 2), each sequence from its own start.
+"""Layers with a state that runs through a sequence (gated delta rule, KDA, Mamba 2), and through what it continues.
 
-A rank computes each span of a cut sequence once, from a state of zero, and its map S -> A S + B. A sweep between
-neighbours (`program.spans`) gives every span the state before it, whose contribution is added to the outputs. With L_j,
-H_j the maps of position j's low and high span, S_0 = 0 and N_(d-1) the map of the last position's single span:
+Whole sequences run from the state after the one that they continue, or from zero. A rank computes each span of a cut
+sequence once, from a state of zero, and its map S -> A S + B. A sweep between neighbours (`program.spans`) gives every
+span the state before it, whose contribution is added to the outputs. With L_j, H_j the maps of position j's low and
+high span, S_0 = 0 and N_(d-1) the map of the last position's single span:
 
     up     S_(j+1) = L_j(S_j)                  the state before the low span
     down   N_j = H_j . N_(j+1) . L_j           N_(j+1)(L_j(S_j)) is the state before the high one
 
-Backward is the same sweep with low and high exchanged and maps transposed. States are fp32 (fp64 under fp64), maps
+Where sequences continue others, position 0 waits for N_1 and takes H_0(N_1(L_0(S_0))) of a sequence as S_0 of those
+that continue it. Backward is the same sweep with low and high exchanged and maps transposed, in which a sequence begins
+with the sum of what comes from those that continue it. States are fp32 (fp64 under fp64), maps
 multiply in fp64 (docs/decisions/states-by-sweep.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from lengthwise.attention.mixing import LocalSpans
+from lengthwise.attention.mixing import Join, LocalSpans
 from lengthwise.program import Content, Transfer
 
 
@@ -33,6 +37,10 @@ class Map(NamedTuple):
     def __call__(self, state: Tensor) -> Tensor:
         """Return the state after the span."""
         return (_product(self.a, state) if self.is_matrix else self.a * state) + self.b
+
+    def of(self, sequences: slice) -> Map:
+        """Return the map of some of its sequences."""
+        return Map(self.a[sequences], self.b[sequences], self.is_matrix)
 
     def after(self, other: Map) -> Map:
         """Return the map of `other` and then this one."""
@@ -79,8 +87,13 @@ class Scan(Protocol):
 
     is_matrix: bool
 
-    def run(self, tokens: Mapping[str, Tensor], lengths: Sequence[int]) -> Tensor:
-        """Return the outputs (1, rows, ...) of whole documents, each from a state of zero."""
+    def run(
+        self, tokens: Mapping[str, Tensor], lengths: Sequence[int], *, before: Tensor | None, states: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs (1, rows, ...) of whole sequences and, if asked for, the states after them.
+
+        before: the states before them, as those after them (sequences, heads, ...); None: zeros.
+        """
         ...
 
     def open(self, tokens: Mapping[str, Tensor], lengths: Sequence[int]) -> Opened:
@@ -92,12 +105,26 @@ class Scan(Protocol):
         ...
 
 
-class _SweptPiece:
-    """One piece in a sweep: the state before its first span in reading order, and the map between its two spans."""
+class _PieceInSweep:
+    """One piece in a sweep: the state before its first span in reading order, and the map between its two spans.
 
-    def __init__(self, maps: Sequence[Map]) -> None:
+    joins: as in `CutPiece`, in reading order.
+    """
+
+    def __init__(self, maps: Sequence[Map], joins: Sequence[Join]) -> None:
         self.first, self.second = maps[0], maps[1] if len(maps) > 1 else None
-        self.before, self.between = torch.zeros_like(self.first.b), self.first
+        self.between, self._joins = self.first, joins
+
+    @cached_property
+    def before(self) -> Tensor:
+        """The states before its first span: those that arrived, or after all maps have arrived those at its start."""
+        states = torch.zeros_like(self.first.b)
+        for sources, targets in self._joins:
+            after = self.first.of(sources)(states[sources])
+            if self.second is not None:
+                after = self.second.of(sources)(self.between.of(sources)(after))
+            states[targets] += after.sum(0)
+        return states
 
     def message(self, content: Content) -> Tensor:
         if content == Content.STATE:
@@ -118,9 +145,11 @@ class _SweptPiece:
         return [self.before] if self.second is None else [self.before, self.between(self.first(self.before))]
 
 
-def sweep(spans: LocalSpans, maps: Mapping[int, Sequence[Map]]) -> list[list[Tensor]]:
-    """Return the states before the spans of each piece. maps: maps of its spans, in reading order."""
-    places = {piece: _SweptPiece(each) for piece, each in maps.items()}
+def sweep(
+    spans: LocalSpans, maps: Mapping[int, Sequence[Map]], joins: Mapping[int, Sequence[Join]]
+) -> list[list[Tensor]]:
+    """Return the states before the spans of each piece. maps, joins: of its spans and sequences, in reading order."""
+    places = {piece: _PieceInSweep(each, joins[piece]) for piece, each in maps.items()}
 
     def message(t: Transfer) -> Tensor:
         return places[t.piece].message(t.content)
@@ -142,8 +171,8 @@ class _States(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, spans: LocalSpans, is_matrix: bool, *flat: Tensor) -> tuple[Tensor, ...]:
         given = (Map(a, b, is_matrix) for a, b in zip(flat[::2], flat[1::2], strict=True))
-        maps = _by_piece(spans, given)
-        states = spans.received(lambda: [state for each in sweep(spans, maps) for state in each])
+        maps, joins = _by_piece(spans, given), {piece: each.joins for piece, each in spans.cut_pieces.items()}
+        states = spans.received(lambda: [state for each in sweep(spans, maps, joins) for state in each])
         ctx.save_for_backward(*flat[::2], *states)
         ctx.spans, ctx.is_matrix = spans, is_matrix
         return rows.view_as(rows), *states
@@ -158,7 +187,9 @@ class _States(torch.autograd.Function):
         factors, states = saved[: len(grads)], saved[len(grads) :]
         maps = [Map(a, grad, ctx.is_matrix) for a, grad in zip(factors, grads, strict=True)]
         back = _by_piece(ctx.spans, (each.transposed(each.b) for each in maps))
-        found = sweep(ctx.spans, {piece: each[::-1] for piece, each in back.items()})
+        pieces = ctx.spans.cut_pieces.items()
+        joins = {piece: [join.turned() for join in reversed(each.joins)] for piece, each in pieces}
+        found = sweep(ctx.spans, {piece: each[::-1] for piece, each in back.items()}, joins)
         after = [grad for each in found for grad in reversed(each)]
         gradients = [
             each
@@ -169,24 +200,29 @@ class _States(torch.autograd.Function):
 
 
 def _by_piece(spans: LocalSpans, maps: Iterator[Map]) -> dict[int, list[Map]]:
-    return {piece: [next(maps) for _ in filter(None, (cut.low, cut.high))] for piece, cut in spans.cut_pieces.items()}
+    pieces = spans.cut_pieces.items()
+    return {index: [next(maps) for _ in filter(None, (piece.low, piece.high))] for index, piece in pieces}
 
 
 def scan_spans(spans: LocalSpans, tokens: Mapping[str, Tensor], scan: Scan) -> Tensor:
-    """Run a scan over this rank's tokens, each sequence from its own first token, on any rank.
+    """Run a scan over this rank's tokens, each sequence from the first token of its text, on any rank.
 
     tokens: the scan's inputs, (1, rows, ...). Returns (1, rows, ...).
     """
     lengths = spans.lengths
     parts = {name: x.split(lengths, dim=1) for name, x in tokens.items()}
+    outs, ends = dict[int, Tensor](), dict[int, Tensor]()
+    for group in spans.whole:
+        part, before = [lengths[number] for number in group.numbers], [ends[parent] for parent in group.parents]
+        tokens_of, start = _taken(parts, group.numbers), torch.cat(before) if before else None
+        out, states = scan.run(tokens_of, part, before=start, states=group.are_continued)
+        outs.update(zip(group.numbers, out.split(part, dim=1), strict=True))
+        if states is not None:
+            wide = torch.promote_types(states.dtype, torch.float32)  # in which gradients of all that continue add up
+            ends.update(zip(group.numbers, states.to(wide).split(1), strict=True))
     cut = [number for number, is_cut in enumerate(spans.is_cut) if is_cut]
-    whole = [number for number, is_cut in enumerate(spans.is_cut) if not is_cut and lengths[number]]
-    outs: dict[int, Tensor] = {}
-    if whole:
-        out = scan.run(_taken(parts, whole), [lengths[number] for number in whole])
-        outs.update(zip(whole, out.split([lengths[number] for number in whole], dim=1), strict=True))
     if not cut:
-        return torch.cat([outs[number] for number in whole], dim=1)
+        return torch.cat([outs[number] for number in sorted(outs)], dim=1)
     cut_lengths = [lengths[number] for number in cut]
     opened = scan.open(_taken(parts, cut), cut_lengths)
     outs.update(zip(cut, opened.out.split(cut_lengths, dim=1), strict=True))

@@ -136,8 +136,12 @@ def _computed(name: str, kernel: MixerKernel, layer: Any, tokens: Mapping[str, T
             scan = Mamba2(kernel, parts.pop("A"), **beside, **how)
         lengths = _lengths(layer)
         opened = scan.open(parts, [*lengths[:2], 0, *lengths[2:]])
-        found = {"out": scan.run(parts, lengths), "out from zero": opened.out, "reader": opened.reader}
-        found |= {"map": opened.a, "state": opened.b}
+        found = {"out": scan.run(parts, lengths, before=None, states=False)[0], "out from zero": opened.out}
+        found |= {"reader": opened.reader, "map": opened.a, "state": opened.b}
+        before = torch.cat([opened.b[:2], opened.b[3:]])
+        out, states = scan.run(parts, lengths, before=before, states=True)
+        assert states is not None, "states that were asked for"
+        found |= {"out from states": out, "state after states": states}
     random = torch.Generator().manual_seed(1)
     drawn = (torch.randn(x.shape, generator=random, device="cpu", dtype=torch.float32) for x in found.values())
     # Rounded to bf16, so that they are the same in every dtype.

@@ -1,10 +1,10 @@
 """Kernels of layers that mix tokens without attention: functions of transformers, and of packages for GPUs.
 
-A plan gives a kernel several spans, whole documents and cut spans separately. The functions of transformers take one
-span per call and run anywhere. fla takes all spans in one call, each with a state; mamba-ssm takes whole documents in
-one call, but returns one last state per call; causal-conv1d takes one row that contains the halos of its spans. Written
-for fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.6.1; the first two ran in Triton's interpreter, none on a GPU
-yet.
+A plan gives a kernel several spans: whole documents, sequences that continue others or are continued, and cut spans,
+separately. The functions of transformers take one span per call and run anywhere. fla takes all spans in one call, each
+with a state; mamba-ssm takes whole documents in one call, but one first and one last state per call; causal-conv1d
+takes one row that contains the halos of its spans. Written for fla-core 0.6.0, mamba-ssm 2.3.2 and causal-conv1d 1.6.1;
+docs/gpu.md says where they ran.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _ACTIVATIONS = (None, "silu", "swish")
 class MixerKernel:
     """An implementation of one of transformers' functions. name: its package.
 
-    run: for a scan (tokens by name, lengths of spans, states=whether to return them, **arguments of the function) ->
-    (outputs (1, rows, ...), states after the spans or None); for a convolution the function itself. steps_in_fp32:
-    whether Mamba 2's step sizes are in fp32, not in the dtype of the tokens.
+    run: for a scan (tokens by name, lengths of spans, before=states before them or None, states=whether to return those
+    after them, **arguments of the function) -> (outputs (1, rows, ...), states (spans, ...) or None); for a convolution
+    the function itself. steps_in_fp32: whether Mamba 2's step sizes are in fp32, not in the dtype of the tokens.
     """
 
     name: str
@@ -71,14 +71,17 @@ def plain_kernel(name: str, function: Callable[..., Any]) -> MixerKernel:
     """Return a kernel of transformers' own function in plain torch."""
     if name == CONVOLUTION:
         return MixerKernel(name="transformers", run=function)
+    given = "initial_states" if name == MAMBA2 else "initial_state"
     asked = "return_final_states" if name == MAMBA2 else "output_final_state"
 
     def run(
-        tokens: Tokens, lengths: Sequence[int], *, states: bool = False, **how: Any
+        tokens: Tokens, lengths: Sequence[int], *, before: Tensor | None, states: bool, **how: Any
     ) -> tuple[Tensor, Tensor | None]:
+        starts = [None] * len(lengths) if before is None else before.split(1)
         if states:
             how[asked] = True
-        found = [function(**each, **how) for each in spans_in(tokens, lengths)]
+        spans = zip(spans_in(tokens, lengths), starts, strict=True)
+        found = [function(**each, **{given: start}, **how) for each, start in spans]
         return _joined([each if isinstance(each, tuple) else (each, None) for each in found])
 
     return MixerKernel(name="transformers", run=run)
@@ -91,23 +94,16 @@ def _joined(found: Sequence[tuple[Tensor, Tensor | None]]) -> tuple[Tensor, Tens
 
 def _fla_kernel(function: Callable[..., Any]) -> MixerKernel:
     def run(
-        tokens: Tokens,
-        lengths: Sequence[int],
-        *,
-        states: bool = False,
-        initial_state: Tensor | None = None,
-        **how: Any,
+        tokens: Tokens, lengths: Sequence[int], *, before: Tensor | None, states: bool, **how: Any
     ) -> tuple[Tensor, Tensor | None]:
         borders, on_device = _borders(tuple(lengths), tokens["value"].device)
-        if initial_state is not None:
-            initial_state = initial_state.expand(len(lengths), -1, -1, -1).contiguous()
         return function(
             q=tokens["query"],
             k=tokens["key"],
             v=tokens["value"],
             g=tokens["g"],
             beta=tokens["beta"],
-            initial_state=initial_state,
+            initial_state=None if before is None else before.contiguous(),
             output_final_state=states,
             cu_seqlens=on_device,
             cu_seqlens_cpu=borders,  # otherwise the host waits for the device
@@ -121,15 +117,17 @@ def _mamba_kernel(function: Callable[..., Any]) -> MixerKernel:
     # Releases up to 2.3.2 have no such argument, and keep states in the dtype of the tokens.
     wide = {"state_dtype": torch.float32} if "state_dtype" in inspect.signature(function).parameters else {}
 
-    def call(tokens: Tokens, **how: Any) -> Any:
-        return function(tokens["hidden_states"], tokens["dt"], B=tokens["B"], C=tokens["C"], **wide, **how)
+    def call(hidden_states: Tensor, dt: Tensor, **how: Any) -> Any:
+        return function(hidden_states, dt, **wide, **how)
+
+    one_by_one = plain_kernel(MAMBA2, call).run  # it takes the first document's state, and returns the last one's
 
     def run(
-        tokens: Tokens, lengths: Sequence[int], *, states: bool = False, **how: Any
+        tokens: Tokens, lengths: Sequence[int], *, before: Tensor | None, states: bool, **how: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if states:  # it returns only the last document's state
-            return _joined([call(each, return_final_states=True, **how) for each in spans_in(tokens, lengths)])
-        return call(tokens, seq_idx=_numbers(tuple(lengths), tokens["dt"].device), **how), None
+        if states or before is not None:
+            return one_by_one(tokens, lengths, before=before, states=states, **how)
+        return call(**tokens, seq_idx=_numbers(tuple(lengths), tokens["dt"].device), **how), None
 
     return MixerKernel(name="mamba-ssm", run=run, steps_in_fp32=True)
 
@@ -210,7 +208,7 @@ PACKAGES: Mapping[str, Package] = {
         distribution="mamba-ssm",
         module="mamba_ssm.ops.triton.ssd_combined",
         function="mamba_chunk_scan_combined",
-        arguments=("seq_idx", "return_final_states"),
+        arguments=("seq_idx", "initial_states", "return_final_states"),
         make=_mamba_kernel,
         against=lambda _: None,
     ),

@@ -77,9 +77,11 @@ class DeltaRule:
     def __init__(self, kernel: MixerKernel, **how: Any) -> None:
         self._kernel, self._how = kernel, how
 
-    def run(self, tokens: Tokens, lengths: Sequence[int]) -> Tensor:
-        """Return the outputs of whole documents (see `Scan`)."""
-        return self._kernel.run(tokens, lengths, **self._how)[0]
+    def run(
+        self, tokens: Tokens, lengths: Sequence[int], *, before: Tensor | None, states: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of whole sequences, and the states after them (see `Scan`)."""
+        return self._kernel.run(tokens, lengths, before=before, states=states, **self._how)
 
     def open(self, tokens: Tokens, lengths: Sequence[int]) -> Opened:
         """Run spans from a state of zero (see `Scan`)."""
@@ -91,7 +93,8 @@ class DeltaRule:
         outs, ends = widened, iter(())
         if held := [length for length in lengths if length]:
             tokens = {**tokens, "value": widened}
-            outs, states = self._kernel.run(tokens, held, states=True, initial_state=start, **self._how)
+            before = start.expand(len(held), -1, -1, -1)
+            outs, states = self._kernel.run(tokens, held, before=before, states=True, **self._how)
             ends = iter(states.to(wide).split(1))
         last = torch.cat([next(ends) if length else start for length in lengths])
         (out, reader), (b, a) = outs.split(sizes, -1), last.split(sizes, -1)
@@ -110,16 +113,18 @@ class Mamba2:
     def __init__(self, kernel: MixerKernel, decay: Tensor, **how: Any) -> None:
         self._kernel, self._decay, self._how = kernel, decay, how
 
-    def run(self, tokens: Tokens, lengths: Sequence[int]) -> Tensor:
-        """Return the outputs of whole documents (see `Scan`)."""
-        return self._kernel.run(tokens, lengths, A=self._decay, **self._how)[0]
+    def run(
+        self, tokens: Tokens, lengths: Sequence[int], *, before: Tensor | None, states: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the outputs of whole sequences, and the states after them (see `Scan`)."""
+        return self._kernel.run(tokens, lengths, before=before, states=states, A=self._decay, **self._how)
 
     def open(self, tokens: Tokens, lengths: Sequence[int]) -> Opened:
         """Run spans from a state of zero (see `Scan`)."""
         hidden, heads = tokens["hidden_states"], tokens["hidden_states"].shape[2]
         outs, ends = hidden, iter(())
         if held := [length for length in lengths if length]:
-            outs, states = self._kernel.run(tokens, held, states=True, A=self._decay, **self._how)
+            outs, states = self._kernel.run(tokens, held, before=None, states=True, A=self._decay, **self._how)
             ends = iter(states.split(1))
         readers, factors, lasts = [], [], []
         for each in spans_in(tokens, lengths):

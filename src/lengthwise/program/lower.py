@@ -56,6 +56,10 @@ class MicrobatchProgram:
         """List (piece index, piece, position of `rank` in it) for the pieces of `rank`, in plan order."""
         return self._places.get(rank, ())
 
+    def has_branches(self, piece: int) -> bool:
+        """Return whether a sequence of a piece continues another one."""
+        return bool(self._prefixes[piece])
+
     def shares(self, rank: int) -> bool:
         """Return whether `rank` shares a sequence with others, and so has transfers."""
         return any(piece.degree > 1 for _, piece, _ in self.pieces_of(rank))

@@ -7,8 +7,12 @@ learns the states before its spans:
     up,   round r: position r -> r + 1          the state before the low span of r + 1
     down, round r: position d-1-r -> d-2-r      the map of all tokens between the two spans of d-2-r
 
-Backward sweeps in the same rounds. A convolution over `width` tokens needs the width - 1 tokens before each span, its
-*halo*: one round, from beyond neighbours only if chunks are shorter.
+A sequence that continues another one begins with the state after it. Position 0 holds the first and the last span of
+every sequence, so it knows the maps of whole sequences when all maps have arrived, and with them these states. Where a
+piece has such sequences, the rounds up begin after those down. Backward sweeps in the same rounds.
+
+A convolution over `width` tokens needs the width - 1 tokens before each span, its *halo*, of the sequence or of those
+that it continues: one round, from beyond neighbours only if chunks are shorter.
 """
 
 from __future__ import annotations
@@ -35,6 +39,13 @@ class Mixing:
 ATTENTION_ALONE = Mixing()
 
 
+class SpanKey(NamedTuple):
+    """Span `number` of a sequence."""
+
+    sequence: int
+    number: int
+
+
 class SequenceSpan(NamedTuple):
     """Tokens `start` to `stop` of a sequence, adjacent on one rank from local row `row` on.
 
@@ -50,18 +61,22 @@ class SequenceSpan(NamedTuple):
     row: int
 
     @property
+    def key(self) -> SpanKey:
+        """Its key in the microbatch."""
+        return SpanKey(self.sequence, self.number)
+
+    @property
     def rows(self) -> slice:
         """The local rows of its tokens."""
         return slice(self.row, self.row + self.stop - self.start)
 
 
 class HaloMove(NamedTuple):
-    """Tokens `start` to `stop` of span `source` that span `target` needs; `place`: of the sequence in its piece."""
+    """Tokens `start` to `stop` of the source's sequence, which the span `target` needs before it."""
 
     piece: int
-    place: int
-    target: int
-    source: int
+    target: SpanKey
+    source: SpanKey
     start: int
     stop: int
 
@@ -81,14 +96,14 @@ def spans_of(program: MicrobatchProgram, rank: int) -> tuple[SequenceSpan, ...]:
 
 def sweep_rounds(program: MicrobatchProgram) -> tuple[Round, ...]:
     """Return the rounds of a sweep of all pieces, forward or backward; `tokens` of a transfer are sequences."""
-    pieces = [*enumerate(program.microbatch.pieces)]
-    return tuple(Round(transfers=tuple(_sweep_transfers(pieces, number))) for number in range(_sweep_length(program)))
+    pieces, length = range(len(program.microbatch.pieces)), _sweep_length(program)
+    return tuple(Round(transfers=tuple(_sweep_transfers(program, pieces, number))) for number in range(length))
 
 
 def sweep_rounds_of(program: MicrobatchProgram, rank: int) -> tuple[RankRound, ...]:
     """Return one rank's part in `sweep_rounds`, without the rounds in which it does nothing."""
-    pieces = [(index, piece) for index, piece, _ in program.pieces_of(rank)]
-    rounds = (RankRound.of(rank, _sweep_transfers(pieces, number)) for number in range(_sweep_length(program)))
+    pieces, length = [index for index, *_ in program.pieces_of(rank)], _sweep_length(program)
+    rounds = (RankRound.of(rank, _sweep_transfers(program, pieces, number)) for number in range(length))
     return tuple(each for each in rounds if each.sends or each.receives)
 
 
@@ -106,26 +121,35 @@ def halo_transfers(program: MicrobatchProgram, moves: Iterable[HaloMove]) -> Ite
     """Yield the messages of these moves, in order; moves within a rank need none."""
     for move in moves:
         piece = program.microbatch.pieces[move.piece]
-        source, target = (_position(piece, number) for number in (move.source, move.target))
+        source, target = (_position(piece, span.number) for span in (move.source, move.target))
         if source != target:
             tokens = move.stop - move.start
             yield Transfer(piece.ranks[source], piece.ranks[target], move.piece, Content.HALO, source, tokens)
 
 
 def halo_moves(program: MicrobatchProgram, width: int, rank: int | None = None) -> Iterator[HaloMove]:
-    """Yield the tokens that each span of a cut sequence needs before it, only from or to `rank` if given."""
+    """Yield the tokens that each span needs before it from other spans, only from or to `rank` if given.
+
+    Those of a span are in the order of the text.
+    """
     if rank is None:
         places = [(index, piece, None) for index, piece in enumerate(program.microbatch.pieces)]
     else:
         places = [*program.pieces_of(rank)]
     for index, piece, position in places:
-        for place, sequence in enumerate(piece.sequences if piece.degree > 1 else ()):
-            bounds = _span_bounds(program.tokens[sequence], piece)
-            own = range(len(bounds) - 1) if position is None else (position, len(bounds) - 2 - position)
-            pairs = {each for number in own for each in _halo_pairs(bounds, number, width)}
-            for target, source in sorted(pairs):
-                start = max(bounds[source], bounds[target] - width + 1)
-                yield HaloMove(index, place, target, source, start, bounds[source + 1])
+        count = 2 * piece.degree - 1
+        held = range(count) if position is None else {position, count - 1 - position}
+        for sequence in piece.sequences:
+            line = _line_to(sequence, program.parents)
+            if count == len(line) == 1:
+                continue
+            bounds = _line_bounds([program.tokens[one] for one in line], piece)
+            starts, own = range(0, len(bounds) - 1, count), len(bounds) - 1 - count
+            pairs = {pair for start in starts for number in held for pair in _halo_pairs(bounds, start + number, width)}
+            for target, source in sorted(pair for pair in pairs if pair[0] >= own):
+                into, out_of = (SpanKey(line[span // count], span % count) for span in (target, source))
+                start, first = max(bounds[source], bounds[target] - width + 1), bounds[source - source % count]
+                yield HaloMove(index, into, out_of, start - first, bounds[source + 1] - first)
 
 
 def far_peers(programs: Sequence[MicrobatchProgram], rank: int, mixing: Mixing = ATTENTION_ALONE) -> tuple[int, ...]:
@@ -142,6 +166,14 @@ def _span_bounds(length: int, piece: Piece) -> tuple[int, ...]:
     """Return the 2 x degree borders of a sequence's spans: those of the chunks without the middle one."""
     bounds = chunk_bounds(length, piece.degree, piece.shares)
     return (*bounds[: piece.degree], *bounds[piece.degree + 1 :])
+
+
+def _line_bounds(lengths: Sequence[int], piece: Piece) -> tuple[int, ...]:
+    """Return the borders of the spans of sequences of which each continues the one before."""
+    bounds = _span_bounds(lengths[0], piece)
+    for length in lengths[1:]:
+        bounds = (*bounds, *(bounds[-1] + bound for bound in _span_bounds(length, piece)[1:]))
+    return bounds
 
 
 def _position(piece: Piece, number: int) -> int:
@@ -162,13 +194,24 @@ def _halo_pairs(bounds: Sequence[int], number: int, width: int) -> Iterator[tupl
             yield target, number
 
 
+def _line_to(sequence: int, parents: Sequence[int | None]) -> list[int]:
+    """Return the sequences that a sequence continues, in the order of the text, and then itself."""
+    line = [sequence]
+    while parents and (parent := parents[line[0]]) is not None:
+        line.insert(0, parent)
+    return line
+
+
 def _sweep_length(program: MicrobatchProgram) -> int:
-    return max(piece.degree for piece in program.microbatch.pieces) - 1
+    pieces = enumerate(program.microbatch.pieces)
+    return max((piece.degree - 1) * (2 if program.has_branches(index) else 1) for index, piece in pieces)
 
 
-def _sweep_transfers(pieces: Iterable[tuple[int, Piece]], number: int) -> Iterator[Transfer]:
-    for index, piece in pieces:
+def _sweep_transfers(program: MicrobatchProgram, pieces: Iterable[int], number: int) -> Iterator[Transfer]:
+    for index in pieces:
+        piece = program.microbatch.pieces[index]
         last, sequences = piece.degree - 1, len(piece.sequences)
-        up, down = (number, number + 1, Content.STATE), (last - number, last - number - 1, Content.MAP)
-        for source, target, content in (up, down) if number < last else ():
-            yield Transfer(piece.ranks[source], piece.ranks[target], index, content, source, sequences)
+        up, down = number - (last if program.has_branches(index) else 0), last - number
+        for source, target, content in ((up, up + 1, Content.STATE), (down, down - 1, Content.MAP)):
+            if min(source, target) >= 0 and max(source, target) <= last:
+                yield Transfer(piece.ranks[source], piece.ranks[target], index, content, source, sequences)

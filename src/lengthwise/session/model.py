@@ -17,13 +17,11 @@ from lengthwise.models import (
     has_balance_loss,
     has_dropout,
     left_alone,
-    mixing_of,
     whole_model,
     wrapped_layers,
 )
 from lengthwise.models.model_stage import PassedThrough
 from lengthwise.models.rope import has_length_rope
-from lengthwise.program import Mixing
 
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -105,10 +103,9 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
 def can_share_prefixes(model: Any) -> bool:
     """Return whether a prefix computed once gives rows the same result as computed for every row.
 
-    It does not with states that run on from it, or random numbers, router losses and rotations of whole rows.
+    It does not with random numbers, router losses and rotations of whole rows.
     """
-    plain = mixing_of(model) == Mixing() and not has_length_rope(model)
-    return plain and not has_dropout(model) and not has_balance_loss(model.config)
+    return not (has_length_rope(model) or has_dropout(model) or has_balance_loss(model.config))
 
 
 def towers_sentence(model: Any) -> str | None:
