@@ -246,10 +246,6 @@ class Simulate:
         scenario = self.machine.read(self.planning, problems, one_device=not self.all)
         options, cost = self.machine.options(self.planning), _cost_of_one_mesh(scenario) if scenario else None
         layers = scenario.shape.layers if scenario else 1
-        if branches and scenario and scenario.shape.mixer_kept:
-            expected, remedy = "a model whose layers only attend", "Leave it out: each sequence computes its prompt."
-            got = f"{scenario.shape.name}, with states or convolutions, which sequences cannot share yet"
-            problems.add(ConfigError("--branches", expected=expected, got=got, remedy=remedy))
         for planner in planners or ["lengthwise"]:
             attempt(partial(replace(options, planner=planner, layers=layers).checked, 1, cost))
         problems.raise_all()
