@@ -16,6 +16,7 @@ from test_integrations_trl import SETTINGS
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, SFTConfig
 
+from lengthwise.cost import plain_cost
 from lengthwise.integrations.trainer_loss import is_next_tokens
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import DPOTrainer, SFTTrainer
@@ -82,3 +83,16 @@ def test_a_model_with_a_forward_or_loss_of_its_own_keeps_it(change):
         trainer.compute_loss = lambda *_, **__: 0
         assert not trainer._divides_by_items()
     assert is_next_tokens(trainer) == (change == "none")
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_rows_share_prompts_unless_a_forward_of_the_user_may_count_them(shares, tmp_path):
+    rows = [{"input_ids": [7] * 40 + [end], "labels": [-100] * 40 + [end]} for end in range(1, 5)]
+    kind = partial(Trainer, capacity_tokens=512, measurements=plain_cost(linear_seconds=1.0), heads="off")
+    model = small_model(torch.float32)
+    if not shares:
+        model.__class__ = OwnForward
+    args = arguments(tmp_path, max_steps=1, remove_unused_columns=False)
+    trainer = trained(kind, args, model=model, train_dataset=rows)["trainer"]
+    assert bool(trainer._last.plan.parents) == shares
+    trainer.session.close()

@@ -106,3 +106,14 @@ def test_a_group_is_cut_where_a_tree_would_hold_up_the_other_ranks():
     plan = planning.plan(lengths, shared_prefixes(starts, lengths))
     assert plan.parents.count(None) == 4, "two rows a tree"
     assert all(piece.degree == 1 for microbatch in plan.microbatches for piece in microbatch.pieces)
+
+
+def test_full_trees_of_one_length_and_other_shapes_leave_room_for_the_lengths_that_tell_them_apart():
+    """Two groups of 100 tokens, the capacity: one of them is known as 101 tokens."""
+    lengths = [70, 70, 80, 60]
+    starts = [np.full(40, group, dtype=np.int32) for group in (0, 0, 1, 1)]
+    planning = StepPlanning(
+        ranks=1, cost=plain_cost(linear_seconds=1e-4), capacities={"none": 100}, options=PlanOptions()
+    )
+    plan = planning.plan(lengths, shared_prefixes(starts, lengths))
+    assert plan.parents

@@ -25,7 +25,10 @@ def loss_of(trainer: Any, planned: PlannedStep, normalizer: float) -> ComputeLos
         return None
     known = KnownShare if trainer._takes_whole_logits() else ShareInChunks
     kind = known if trainer._divides_by_items() else partial
-    return kind(trainer._share_of_loss, normalizer=normalizer)
+    found = kind(trainer._share_of_loss, normalizer=normalizer)
+    if isinstance(found, KnownShare):
+        found.labels_alone = _is_of_library(hugging_face_model(trainer.model))
+    return found
 
 
 def is_next_tokens(trainer: Any) -> bool:
@@ -39,7 +42,11 @@ def is_next_tokens(trainer: Any) -> bool:
         getattr(trainer.compute_loss, "__func__", None) is transformers.Trainer.compute_loss
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
-        and not has_own_logits(model)
-        and model.loss_function is ForCausalLMLoss
+        and _is_of_library(model)
         and not has_balance_loss(model.config)
     )
+
+
+def _is_of_library(model: Any) -> bool:
+    """Return whether a model's `forward` and loss are Hugging Face's."""
+    return not has_own_logits(model) and model.loss_function is ForCausalLMLoss

@@ -134,12 +134,12 @@ class SumCheck(LossCheck):
 
 
 class KnownShare(partial[Tensor]):
-    """A `ComputeLoss` that is known to return a share of labels alone, so it is not checked.
+    """A `ComputeLoss` that is known to return a share, so it is not checked.
 
-    It may make all logits of a microbatch.
+    It may make all logits of a microbatch. labels_alone: whether tokens without a label do not count.
     """
 
-    whole_logits = True
+    whole_logits = labels_alone = True
 
 
 class ShareInChunks(KnownShare):
@@ -197,7 +197,9 @@ def takes_whole_logits(loss: TokenLoss | None, compute_loss: ComputeLoss | None)
 
 def counts_labels_alone(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> bool:
     """Return whether a step's loss is known to leave out tokens without a label."""
-    return loss is None and (compute_loss is None or isinstance(compute_loss, KnownShare))
+    if isinstance(compute_loss, KnownShare):
+        return compute_loss.labels_alone
+    return loss is None and compute_loss is None
 
 
 def objective_of(
