@@ -27,7 +27,7 @@ def loss_of(trainer: Any, planned: PlannedStep, normalizer: float) -> ComputeLos
     kind = known if trainer._divides_by_items() else partial
     found = kind(trainer._share_of_loss, normalizer=normalizer)
     if isinstance(found, KnownShare):
-        found.labels_alone = _is_of_library(hugging_face_model(trainer.model))
+        found.labels_alone = _counts_labels_alone(trainer)
     return found
 
 
@@ -45,6 +45,12 @@ def is_next_tokens(trainer: Any) -> bool:
         and _is_of_library(model)
         and not has_balance_loss(model.config)
     )
+
+
+def _counts_labels_alone(trainer: Any) -> bool:
+    """Return whether a loss of Trainer or TRL leaves out tokens without a label: it may be that of the user's model."""
+    by_trainer = trainer.label_smoother is not None or not trainer._takes_whole_logits()
+    return by_trainer or _is_of_library(hugging_face_model(trainer.model))
 
 
 def _is_of_library(model: Any) -> bool:
