@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lengthwise.core.errors import PlanError
-from lengthwise.core.held import kept_ratio
+from lengthwise.core.held import fullest_tokens, kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.cost import Cost, StepMemory, laid_cost
@@ -18,6 +18,8 @@ from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.program import check_plan
 
 _LEAST_SAVED = 0.95  # of the predicted time: a plan with shared prefixes must take less
+_MOST_HELD = 1.01  # times the capacity, by the rounding of short sequences of a tree
+_TRIES = 4  # capacities to plan trees with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +55,32 @@ class StepPlanning:
         least, best = _LEAST_SAVED * float(apart.notes["predicted_seconds"]), None
         for most_tokens in sorted({min(apart.capacity, -(-sum(lengths) // self.ranks)), apart.capacity}):
             with suppress(PlanError):  # of a planner that cuts no sequence
-                plan = plan_shared(lengths, shared, most_tokens, self.cost, self._plan)
+                plan = self._shared_up_to(most_tokens, lengths, shared)
                 if plan is not None and (seconds := float(plan.notes["predicted_seconds"])) < least:
                     best, least = plan, seconds
         if best is not None:
             check_plan(best)
             best = replace(best, notes={**best.notes, "seconds_apart": apart.notes["predicted_seconds"]})
         return best
+
+    def _shared_up_to(self, most_tokens: int, lengths: Sequence[int], shared: SharedPrefixes) -> Plan | None:
+        """Return a plan with trees of so many tokens at most, or None without one that ranks can hold.
+
+        Planners cut a tree as one sequence. Its sequences are cut each by itself, and those of fewer tokens than a ring
+        has chunks lie on the same positions: these then hold more. Such a step is planned with less capacity.
+        """
+        share = 1.0
+        for _ in range(_TRIES):
+            narrower = replace(self, capacities={kind: int(share * each) for kind, each in self.capacities.items()})
+            plan = plan_shared(lengths, shared, int(share * most_tokens), self.cost, narrower._plan)
+            if plan is None:
+                return None
+            most = _MOST_HELD * plan.capacity / share + plan.parents.count(None)
+            held = max(fullest_tokens(plan, each) * kept_ratio(each.offload, plan.layers) for each in plan.microbatches)
+            if held <= most:
+                return plan
+            share *= most / held
+        return None
 
     def _plan(self, lengths: Sequence[int], cost: Cost) -> Plan:
         held = self._held()
