@@ -10,12 +10,14 @@ from session.loops import LargestTensor, small_model
 
 pytest.importorskip("trl")  # an extra
 
+from datasets import Dataset
 from peft import LoraConfig
 from preferences import chats, pairs, tokenizer
 from test_integrations_trl import SETTINGS
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, SFTConfig
 
+from lengthwise.cost import plain_cost
 from lengthwise.integrations.trainer_loss import is_next_tokens, is_of_labels
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import DPOTrainer, SFTTrainer
@@ -83,3 +85,20 @@ def test_a_model_with_a_forward_or_loss_of_its_own_keeps_it(change):
         assert not trainer._divides_by_items()
     assert is_next_tokens(trainer) == (change == "none")
     assert is_of_labels(model) == (change in ("none", "compute_loss"))
+
+
+@pytest.mark.parametrize("case", ["trainer", "own forward", "sft"])
+def test_rows_share_prompts_unless_a_forward_of_the_user_may_count_them(case, tmp_path):
+    rows = [{"input_ids": [7] * 40 + [end], "labels": [-100] * 40 + [end]} for end in range(1, 5)]
+    options = {"capacity_tokens": 512, "measurements": plain_cost(linear_seconds=1.0), "heads": "off"}
+    model, kind = small_model(torch.float32), Trainer
+    args = arguments(tmp_path, max_steps=1, remove_unused_columns=False)
+    if case == "own forward":
+        model.__class__ = OwnForward
+    elif case == "sft":
+        kind, rows = SFTTrainer, Dataset.from_list(rows)
+        args = SFTConfig(str(tmp_path), **{**ONE_STEP, "per_device_train_batch_size": 4})
+        options |= {"processing_class": tokenizer(), "data_collator": None}
+    trainer = trained(kind, args, model=model, train_dataset=rows, **options)["trainer"]
+    assert bool(trainer._last.plan.parents) == (case != "own forward")
+    trainer.session.close()

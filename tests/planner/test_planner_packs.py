@@ -100,6 +100,14 @@ def test_a_pair_levels_exactly_by_an_exchange() -> None:
     assert level_by_swaps([7.0, 3.0], bins, lengths, seconds, goal_seconds=5.0, most_swaps=9) == 5.0
 
 
+def test_an_exchange_for_a_longer_sequence_that_takes_less_needs_room():
+    """Trees see fewer pairs than a sequence of their length."""
+    lengths, seconds = np.array([5, 5, 8, 2]), np.array([10.0, 10.0, 6.0, 6.0])
+    for room, expected in ((2, 20.0), (3, 16.0)):
+        bins = [[Bin([0, 1], room)], [Bin([2, 3], 0)]]
+        assert level_by_swaps([20.0, 12.0], bins, lengths, seconds, goal_seconds=0.0, most_swaps=1) == expected
+
+
 def test_thousands_of_sequences_a_rank_are_not_compared_all_with_all() -> None:
     """Of 2 x 5,000 all pairs once took 625 MB; evenly chosen ones level as well."""
     lengths = np.arange(10_000) % 60 + 1

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing.plans import make_plan
 
+from lengthwise.core.held import fullest_tokens
 from lengthwise.core.plan import Piece
 from lengthwise.core.prefixes import LEAST_SHARED_TOKENS, SharedPrefixes, shared_prefixes
 from lengthwise.cost import plain_cost
@@ -117,3 +118,25 @@ def test_a_prompt_is_computed_once_in_a_group_that_no_rank_holds():
     assert plan.tokens == (500,) * 4 + (2000,)
     assert plan.notes["predicted_seconds"] == pytest.approx(1000, rel=0.01)
     assert plan.notes["seconds_apart"] == pytest.approx(2500, rel=0.01)
+
+
+def test_full_trees_of_one_length_and_other_shapes_leave_room_for_the_lengths_that_tell_them_apart():
+    """Two groups of 100 tokens, the capacity: one of them is known as 101 tokens."""
+    lengths = [70, 70, 80, 60]
+    starts = [np.full(40, group, dtype=np.int32) for group in (0, 0, 1, 1)]
+    planning = StepPlanning(
+        ranks=1, cost=plain_cost(linear_seconds=1e-4), capacities={"none": 100}, options=PlanOptions()
+    )
+    plan = planning.plan(lengths, shared_prefixes(starts, lengths))
+    assert plan.parents
+
+
+def test_no_rank_holds_all_short_ends_of_a_ring_beyond_the_capacity():
+    """Answers of one token lie on one position of a ring, which has packs beside it."""
+    lengths = [81] * 300 + [400] * 2
+    starts = [np.zeros(80, dtype=np.int32)] * 300 + [np.ones(1, dtype=np.int32)] * 2
+    cost = plain_cost(linear_seconds=1e-4, fixed_seconds=0.3)
+    planning = StepPlanning(ranks=2, cost=cost, capacities={"none": 600}, options=PlanOptions())
+    plan = planning.plan(lengths, shared_prefixes(starts, lengths))
+    assert plan.parents
+    assert max(fullest_tokens(plan, each) for each in plan.microbatches) < 1.02 * 600

@@ -664,7 +664,7 @@ def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
             (planned,) = session.batches([rows])
             steps = [session.backward(planned, loss=own), session.backward(planned)]
         with Session(model, SGD(model.parameters()), capacity_tokens=128, share_prefixes="off") as session:
-            steps.append(session.backward(rows))
+            steps.append(session.backward(planned))  # of a session that shares
             apart = [each.sum().item() for each in session.token_values(rows)]
         return found, [(bool(step.plan.parents), step.num_tokens, step.loss) for step in steps], (sums, apart)
 

@@ -6,6 +6,7 @@ how many pairs of tokens it sees, in blocks of which size: both are less than th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -28,16 +29,17 @@ class Tree:
         return sum(stop - first for first, stop in self.spans)
 
 
-def lengths_of(trees: Sequence[Tree], cost: Cost) -> tuple[tuple[int, ...], Cost]:
+def lengths_of(trees: Sequence[Tree], cost: Cost, most_tokens: float = math.inf) -> tuple[tuple[int, ...], Cost]:
     """Return the length by which each tree is known, and costs that know these lengths.
 
-    A length is the number of tokens. A tree gets some tokens more if that is the length of a tree of another shape.
+    A length is the number of tokens. A tree gets some tokens more if that is the length of a tree of another shape, up
+    to `most_tokens`: more might not fit on a rank, so trees of this length are priced as the first of them.
     """
     shapes: dict[int, tuple[tuple[int, int], ...]] = {}
     lengths = [0] * len(trees)
     for number in sorted(range(len(trees)), key=lambda number: len(trees[number].spans)):  # plain sequences first
         length, spans = trees[number].tokens, trees[number].spans
-        while shapes.setdefault(length, spans) != spans:
+        while shapes.setdefault(length, spans) != spans and length < most_tokens:
             length += 1
         lengths[number] = length
     own = replace(cost, trees=())

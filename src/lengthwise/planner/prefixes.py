@@ -31,7 +31,7 @@ def plan_shared(
     tokens, parents, trees = _trees(lengths, shared, most_tokens)
     if len(tokens) == len(lengths):
         return None
-    known_as, costs = lengths_of(trees, cost)
+    known_as, costs = lengths_of(trees, cost, most_tokens)
     plan = plan_lengths(known_as, costs)
     microbatches = plan.replacing(lambda tree: trees[tree].sequences)
     return with_requires(replace(plan, tokens=tokens, parents=parents, microbatches=microbatches))

@@ -86,7 +86,7 @@ class SessionPlanning:
     def suits(self, plan: Plan, *, whole: bool, labels: bool) -> bool:
         """Return whether a plan is for this session's ranks, fits into memory with the loss, and shares what may be."""
         fits = plan.ranks == self.chunked.ranks and (not whole or self.whole.notes.items() <= plan.notes.items())
-        return fits and (labels or not plan.parents)
+        return fits and ((self.shares and labels) or not plan.parents)
 
 
 def for_whole_logits(planning: StepPlanning, held: Capacities) -> StepPlanning:

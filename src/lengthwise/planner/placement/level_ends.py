@@ -289,7 +289,7 @@ def _relieve(
         longer = lengths[giving.indices][:, None] - np.append(lengths[taking.indices], 0)[None, :]
         rooms = np.append(taking.rooms, max((each.room_tokens for each in bins[partner]), default=0))
         moved = seconds[giving.indices][:, None] - gained[None, :]
-        fits = (longer <= rooms[None, :]) & (-longer <= giving.rooms[:, None])
+        fits = (longer <= rooms[None, :]) & (-longer <= giving.rooms[:, None])  # a tree may be longer and yet faster
         later = np.where(fits, np.abs(moved - gap / 2), np.inf)
         place = int(later.argmin())
         if later.flat[place] >= gap / 2 - NEARLY * ends[busiest]:

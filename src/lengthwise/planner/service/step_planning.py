@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from lengthwise.core.errors import PlanError
-from lengthwise.core.held import kept_ratio
+from lengthwise.core.held import fullest_tokens, kept_ratio
 from lengthwise.core.plan import Plan
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.cost import Cost, StepMemory, laid_cost
@@ -19,6 +18,8 @@ from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.program import check_plan
 
 LEAST_SAVED = 0.05  # of the predicted time, by a plan with shared prefixes
+_MOST_HELD = 1.01  # times the capacity, by the rounding of short sequences of a tree
+_TRIES = 4  # capacities to plan trees with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +65,40 @@ class StepPlanning:
 
         Trees, like sequences, are on one rank, or cut over those of a node or over all.
         """
-        of_rank, plans = -(-sum(lengths) // self.ranks), list[Plan]()
+        of_rank, longest = -(-sum(lengths) // self.ranks), self.longest_tokens
         node = capacity * min(self.ranks, self.cost.ranks_per_node)
         sizes = {min(capacity, size) for size in (of_rank // 2, of_rank, 2 * of_rank)}
-        cut = (min(limit, 2 * of_rank) for limit in (node, self.longest_tokens))
-        sizes.update(size - len(lengths) for size in cut)  # trees may have so many tokens more: `lengths_of`
-        planned = partial(self._plan, planning_share=PLANNING_SHARE / 2 / len(sizes))
-        for most_tokens in sorted(sizes):
-            with suppress(PlanError) if self.options.planner == PACKED_DP else nullcontext():  # too long for one rank
-                plan = plan_shared(lengths, shared, most_tokens, self.cost, planned)
-                plans += [] if plan is None else [plan]
-        return min(plans, key=lambda plan: float(plan.notes["predicted_seconds"]), default=None)
+        sizes |= {min(limit, longest, 2 * of_rank) for limit in (node, longest)}
+        share = PLANNING_SHARE / 2 / len(sizes)
+        plans = [self._shared_up_to(size, lengths, shared, planning_share=share) for size in sorted(sizes)]
+        return min(filter(None, plans), key=lambda plan: float(plan.notes["predicted_seconds"]), default=None)
+
+    def _shared_up_to(
+        self, most_tokens: int, lengths: Sequence[int], shared: SharedPrefixes, *, planning_share: float
+    ) -> Plan | None:
+        """Return a plan with trees of so many tokens at most, or None without one that ranks can hold.
+
+        Planners cut a tree as one sequence. Its sequences are cut each by itself, and those of fewer tokens than a ring
+        has chunks lie on the same positions: these then hold more. Such a step is planned with less capacity.
+        """
+        part = 1.0
+        for _ in range(_TRIES):
+            narrower = replace(self, capacities={kind: int(part * each) for kind, each in self.capacities.items()})
+            planned = partial(narrower._plan, planning_share=planning_share)
+            try:
+                plan = plan_shared(lengths, shared, int(part * most_tokens), self.cost, planned)
+            except PlanError:
+                if part == 1.0:
+                    raise
+                return None  # a sequence is too long for less capacity
+            if plan is None:
+                return None
+            most = _MOST_HELD * plan.capacity / part + plan.parents.count(None)
+            held = max(fullest_tokens(plan, each) * kept_ratio(each.offload, plan.layers) for each in plan.microbatches)
+            if held <= most:
+                return plan
+            part *= most / held
+        return None
 
     def _plan(self, lengths: Sequence[int], cost: Cost, *, planning_share: float = PLANNING_SHARE) -> Plan:
         held = self._held()
