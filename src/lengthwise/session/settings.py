@@ -183,15 +183,16 @@ def planning_of(
 ) -> SessionPlanning:
     """Return the planning of a session's steps; measure how many tokens fit if that was asked for. Collective."""
     asked, measured, whole = settings.asked, None, None
+    shares = settings.shares_prefixes and can_share_prefixes(engine.model)
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}
     elif updates is None:
-        found, whole = measured_of(engine, settings, trains=False)
+        found, whole = measured_of(engine, settings, trains=False, shares=shares)
         capacities = {"none": max(found.plain.values())}
     else:
         kept, end = updates.pending_bytes()
         with updates.collecting():
-            measured, whole = measured_of(engine, settings, trains=True, kept_bytes=kept, end_bytes=end)
+            measured, whole = measured_of(engine, settings, trains=True, shares=shares, kept_bytes=kept, end_bytes=end)
         updates.zero_grad()
         capacities = dict(measured.plain)
     memory = memory_of_settings(asked, settings.trained, ranks=engine.transport.world_size, on_gpus=settings.on_gpus)
@@ -208,5 +209,5 @@ def planning_of(
     return SessionPlanning(
         chunked=ahead,
         whole=ahead if whole is None else for_whole_logits(ahead, whole),
-        shares=settings.shares_prefixes and can_share_prefixes(engine.model),
+        shares=shares,
     )
