@@ -142,7 +142,8 @@ class Rank:
     def __init__(self, cell: Cell, transport: Transport) -> None:
         source = ModelSource(name=cell.family, config=make_config(cell.family), weights=False)
         self.transport = transport
-        self.kernel = VarlenKernel(_ClosedOps(), token_multiple=1) if cell.prefix else choose_kernel(torch.device("cpu"))
+        on_cpu, packing = choose_kernel(torch.device("cpu")), VarlenKernel(_ClosedOps(), token_multiple=1)
+        self.kernel = packing if cell.prefix else on_cpu
         self.model: Any = build_adapted(source, _lora(cell), seed=0)
         self.parameters = whole_parameters(self.model, transport, dtype=DTYPES[cell.precision])
         self.optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, transport.rank)
