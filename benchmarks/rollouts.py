@@ -1,6 +1,6 @@
 """What a step of GRPO takes beside plain TRL, where few completions are long: padded against planned.
 
-    python benchmarks/rollouts.py [--completions 32] [--longest 512] [--steps 5] [--layers 4] [--hidden 128]
+    python benchmarks/rollouts.py [--of both] [--completions 32] [--longest 512] [--steps 5] [--layers 4] [--hidden 128]
 
 One process and one thread, fp32. Completions are drawn: one in sixteen has `longest` tokens, the others a sixteenth of
 that in the median. So a step is what TRL makes of them: old and reference log-probabilities, loss and update. Both
@@ -9,6 +9,9 @@ step; the plan takes as many tokens as one of `longest` has.
 
 Seconds are processor seconds of the process from a step's start to its end, means without the first step: other work on
 the machine moves them little. Memory is the most that the process held, less what it held before it trained.
+
+`--of prompts` measures what prompts that rows share save: steps of two sessions in turn, one with
+`share_prefixes="off"`, on the same rows with the session's own loss. Seconds are medians without the first step.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from lengthwise import Session
 from lengthwise.integrations.trl import GRPOTrainer
 from pages import Findings, markdown, parse_options
 
@@ -43,6 +47,26 @@ CASES: dict[str, dict[str, Any]] = {
     "on-policy (`dapo`)": {},
     "off-policy with KL (`num_iterations=2`, `beta=0.05`)": {"num_iterations": 2, "beta": 0.05},
     "ratios of sequences (GSPO)": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+}
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Rows of a step that share prompts. answer: its mean tokens. window: of attention in all layers."""
+
+    groups: int
+    rows: int
+    prompt: int
+    answer: int
+    window: int | None = None
+
+
+SHARED_TOKENS = 2048  # that a rank holds
+SHARED = {
+    "8 completions of a prompt, a quarter of their tokens": Shared(2, 8, 64, 192),
+    "the same, windows of 128 tokens": Shared(2, 8, 64, 192, 128),
+    "8 completions of a prompt, most of their tokens": Shared(2, 8, 448, 64),
+    "pairs, as of DPO": Shared(8, 2, 256, 128),
 }
 
 
@@ -155,17 +179,80 @@ def rows(sizes: Sizes, folder: Path) -> Iterator[tuple[object, ...]]:
         yield name, *seconds, f"{plain.seconds / planned.seconds:.1f}", *memory
 
 
+def grouped_rows(shared: Shared, draw: random.Random) -> list[dict[str, torch.Tensor]]:
+    """Return rows whose answers have from half to one and a half times the mean tokens."""
+    made = list[dict[str, torch.Tensor]]()
+    for _ in range(shared.groups):
+        asked = [draw.randrange(4, VOCAB) for _ in range(shared.prompt)]
+        for _ in range(shared.rows):
+            said = [draw.randrange(4, VOCAB) for _ in range(int(shared.answer * draw.uniform(0.5, 1.5)))]
+            labels = torch.tensor([-100] * len(asked) + said)
+            made.append({"input_ids": torch.tensor(asked + said), "labels": labels})
+    return made
+
+
+def opened(shared: Shared, sizes: Sizes, **options: Any) -> tuple[Session, torch.optim.Optimizer]:
+    """Return a session and its optimizer."""
+    config = transformers.MistralConfig(
+        vocab_size=VOCAB, hidden_size=sizes.hidden, intermediate_size=2 * sizes.hidden, num_attention_heads=4,
+        num_key_value_heads=4, num_hidden_layers=sizes.layers, sliding_window=shared.window,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4)
+    return Session(model, optimizer, capacity_tokens=SHARED_TOKENS, **options), optimizer
+
+
+def shared_rows(sizes: Sizes) -> Iterator[tuple[object, ...]]:
+    """Yield the rows of the table of shared prompts as they are found."""
+    for name, shared in SHARED.items():
+        ways = {way: opened(shared, sizes, share_prefixes=way) for way in ("off", "auto")}
+        seconds, results, tokens = {way: list[float]() for way in ways}, dict[str, Any](), 0
+        for step in range(sizes.steps + 1):
+            rows = grouped_rows(shared, random.Random(step))
+            tokens = sum(len(row["input_ids"]) for row in rows)
+            for way in sorted(ways, reverse=step % 2 == 0):
+                session, optimizer = ways[way]
+                start = time.process_time()
+                results[way] = session.backward(rows)
+                optimizer.step()
+                optimizer.zero_grad()
+                seconds[way].append(time.process_time() - start)
+        for session, _ in ways.values():
+            session.close()
+        apart = abs(results["off"].loss - results["auto"].loss)
+        assert apart < 1e-4, f"{name}: losses apart by {apart}: not the same training"
+        plan = results["auto"].plan
+        assert plan.parents, f"{name}: the plan shares no prompt"
+        off, auto = (statistics.median(seconds[way][1:]) for way in ("off", "auto"))
+        predicted = 1 - plan.notes["predicted_seconds"] / plan.notes["seconds_apart"]
+        computed = f"{tokens:,}", f"{sum(plan.tokens):,}"
+        yield name, *computed, f"{off:.2f}", f"{auto:.2f}", f"{1 - auto / off:.0%}", f"{predicted:.0%}"
+
+
 def main() -> None:
-    """Train each case in both ways."""
+    """Measure what was asked for."""
     asked = parse_options(
-        __doc__, completions=(32, "a step"), longest=512, steps=5, layers=4, hidden=128,
-        at_once=(8, "completions of plain TRL in a forward pass"),
+        __doc__, of=["both", "padding", "prompts"], completions=(32, "a step"), longest=512, steps=5, layers=4,
+        hidden=128, at_once=(8, "completions of plain TRL in a forward pass"),
     )  # fmt: skip
     names = Sizes.__annotations__
     sizes = Sizes(**{name: getattr(asked, name) for name in names})
     warnings.filterwarnings("ignore")
     transformers.utils.logging.disable_progress_bar()
     torch.set_num_threads(1)
+    if asked.of != "prompts":
+        report_padding(sizes, asked.out)
+    if asked.of != "padding":
+        findings = Findings("rollouts-prompts")
+        heads = "rows of a step | tokens | computed | whole rows, s | prompts once, s | saved | predicted"
+        findings.add(markdown(heads, shared_rows(sizes)))
+        about = f"torch {torch.__version__}, medians of {sizes.steps} steps of both kinds in turn"
+        findings.sign("Measured", f"{about}, load {os.getloadavg()[0]:.1f} at the end", asked.out)
+
+
+def report_padding(sizes: Sizes, page: Path | None) -> None:
+    """Train each case padded and planned, and write the table."""
     findings = Findings("rollouts")
     made = lengths(sizes.completions, sizes.longest, random.Random(0))
     padded = len(made) * max(made)
@@ -180,7 +267,7 @@ def main() -> None:
         heads = "step | plain TRL, s | planned, s | times as fast | plain TRL, MB | planned, MB"
         findings.add(markdown(heads, rows(sizes, Path(folder))))
     about = f"torch {torch.__version__}, trl {trl.__version__}, means of {sizes.steps - 1} steps"
-    findings.sign("Measured", f"{about}, load {os.getloadavg()[0]:.1f} at the end", asked.out)
+    findings.sign("Measured", f"{about}, load {os.getloadavg()[0]:.1f} at the end", page)
 
 
 if __name__ == "__main__":

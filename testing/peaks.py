@@ -7,14 +7,18 @@ first step of a few tokens makes the optimizer's states; the peak is that of the
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig
 
 from lengthwise.attention import choose_kernel
+from lengthwise.attention.kernels import Block, Gradients, Saved
+from lengthwise.attention.varlen import Documents, VarlenKernel
 from lengthwise.comm import Lone, Mesh, SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
@@ -26,10 +30,12 @@ from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, ModelSource, build_adapted
+from lengthwise.program.features import with_requires
 from testing.laid import whole_parameters
 from testing.ranks import run_ranks
 from testing.sequences import make_batch
 from testing.stores import CopyStore
+from testing.varlen import ReferenceVarlenOps
 
 LAYERS, VOCAB = 6, 4096
 _SIZES: dict[str, Any] = {
@@ -66,6 +72,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", _EXPERTS),
     "gpt_oss": ("gpt_oss", {**_EXPERTS, **_WINDOWS, "intermediate_size": 192}),
     "llama, LoRA": ("llama", {}),
+    "llama, wide": ("llama", {"head_dim": 64, "num_key_value_heads": 8, "intermediate_size": 128}),
 }
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", _DELTA_RULE),  # scans in chunks of 64 rows
@@ -76,7 +83,11 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """What one peak is of; `tokens` are those that a rank holds, in `documents` sequences of one length."""
+    """What one peak is of; `tokens` are those that a rank holds, in `documents` sequences of one length.
+
+    prefix: if given, that many of them are a sequence that all documents continue, and attention takes packs, as on
+    GPUs.
+    """
 
     family: str = "llama"
     precision: str = "fp32"
@@ -87,11 +98,13 @@ class Cell:
     heads: int = 1
     tokens: int = 1024
     documents: int = 1
+    prefix: int = 0
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """The lengths of its sequences."""
-        return (self.tokens * self.degree // self.documents,) * self.documents
+        """The lengths of its sequences, the prefix last."""
+        documents = ((self.tokens * self.degree - self.prefix) // self.documents,) * self.documents
+        return (*documents, self.prefix) if self.prefix else documents
 
 
 def make_config(family: str) -> Any:
@@ -102,12 +115,35 @@ def make_config(family: str) -> Any:
     return AutoConfig.for_model(kind, **sizes)
 
 
+class _ClosedOps(ReferenceVarlenOps):
+    """Calls of which `LiveBytes` sees the results alone, as a GPU's kernels have no tensors within."""
+
+    def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
+        results = block.q.clone(), block.q.new_empty(*block.q.shape[1::-1], dtype=torch.float32)
+        with _disable_current_modes():
+            _fill(results, super().forward(block, documents))
+        return results
+
+    def backward(self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents) -> Gradients:
+        results = block.q.clone(), block.k.clone(), block.v.clone()
+        with _disable_current_modes():
+            _fill(results, super().backward(grad_out, block, saved, documents))
+        return results
+
+
+def _fill(results: Sequence[Tensor], found: Sequence[Tensor]) -> None:
+    for result, each in zip(results, found, strict=True):
+        result.copy_(each)
+
+
 class Rank:
     """One rank with model, flat parameters and optimizer, all of whose tensors are in `states`."""
 
     def __init__(self, cell: Cell, transport: Transport) -> None:
         source = ModelSource(name=cell.family, config=make_config(cell.family), weights=False)
-        self.transport, self.kernel = transport, choose_kernel(torch.device("cpu"))
+        self.transport = transport
+        on_cpu, packing = choose_kernel(torch.device("cpu")), VarlenKernel(_ClosedOps(), token_multiple=1)
+        self.kernel = packing if cell.prefix else on_cpu
         self.model: Any = build_adapted(source, _lora(cell), seed=0)
         self.parameters = whole_parameters(self.model, transport, dtype=DTYPES[cell.precision])
         self.optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, transport.rank)
@@ -115,15 +151,17 @@ class Rank:
 
     def step(self, cell: Cell) -> None:
         """Run a step of one microbatch."""
-        sequences = tuple(range(cell.documents))
-        pieces = (Piece(ranks=tuple(range(cell.degree)), sequences=sequences, heads=cell.heads),)
-        plan = Plan(
-            ranks=cell.degree,
-            layers=LAYERS,
-            capacity=sum(cell.lengths),
-            tokens=cell.lengths,
-            microbatches=(Microbatch(pieces=pieces, recompute=cell.recompute, offload=cell.offload),),
-            requires=("heads",) if cell.heads > 1 else (),
+        documents, prefix = tuple(range(cell.documents)), (cell.documents,) if cell.prefix else ()
+        pieces = (Piece(ranks=tuple(range(cell.degree)), sequences=(*prefix, *documents), heads=cell.heads),)
+        plan = with_requires(
+            Plan(
+                ranks=cell.degree,
+                layers=LAYERS,
+                capacity=sum(cell.lengths),
+                tokens=cell.lengths,
+                parents=(*prefix * cell.documents, None) if prefix else (),
+                microbatches=(Microbatch(pieces=pieces, recompute=cell.recompute, offload=cell.offload),),
+            )
         )
         context = StepContext(
             self.model,
@@ -133,7 +171,8 @@ class Rank:
             logits_at_once=cell.logits_at_once,
             offloading=self.offloading,
         )
-        run_part(plan, make_batch(cell.lengths, vocab=VOCAB), context)
+        rows = [cell.prefix + length for length in cell.lengths[: cell.documents]]
+        run_part(plan, make_batch(rows, vocab=VOCAB).planned_by(plan), context)
         self.optimizer.end_step(1e-3, self.transport)
 
 
@@ -143,7 +182,7 @@ def measured_peak(cell: Cell) -> int:
     def work(transport: Transport) -> int:
         with LiveBytes() as live:
             rank = Rank(cell, transport)
-            rank.step(replace(cell, tokens=64 * cell.documents))
+            rank.step(replace(cell, tokens=64 * len(cell.lengths), prefix=min(cell.prefix, 64)))
             live.peak_bytes = live.now_bytes
             rank.step(cell)
         return live.peak_bytes
@@ -175,13 +214,16 @@ def drawn(number: int, seed: int = 0) -> list[Cell]:
     return cells
 
 
-def predicted_at_start(cell: Cell) -> float:
-    """Return the peak as the start of a run predicts it, from small passes of the model on one rank."""
+def predicted_at_start(cell: Cell, *, branches: bool = True) -> float:
+    """Return the peak as the start of a run predicts it, from small passes of the model on one rank.
+
+    branches: whether passes continue a prefix where the cell has one.
+    """
     rank = Rank(replace(cell, degree=1), Lone(0, cell.degree))
     states = kept_bytes(rank.model, rank.parameters, OptimizerConfig())
     measured = []
     for position in {0, cell.degree - 1}:
-        layout = Layout(degree=cell.degree, position=position, heads=cell.heads)
+        layout = Layout(degree=cell.degree, position=position, heads=cell.heads, branches=branches and cell.prefix > 0)
         passes = SmallPasses(model=rank.model, kernel=rank.kernel, recompute=cell.recompute, layout=layout)
         measured.append(measure_microbatch(passes, logits_at_once=cell.logits_at_once))
     peak = max(each.peak(cell.tokens, cell.offload) for each in measured)

@@ -21,3 +21,9 @@ def test_both_kinds_train_the_same(tmp_path: Path, monkeypatch) -> None:
     found = list(rollouts.rows(sizes, tmp_path))
     assert [row[0] for row in found] == list(rollouts.CASES)
     assert all(float(seconds) > 0 for row in found for seconds in row[1:3])
+
+
+@pytest.mark.exhaustive
+def test_shared_prompts_train_the_same() -> None:
+    sizes = rollouts.Sizes(completions=16, longest=64, steps=1, layers=1, hidden=32, at_once=8)
+    assert [row[0] for row in rollouts.shared_rows(sizes)] == list(rollouts.SHARED)

@@ -56,6 +56,15 @@ def test_the_peak_of_a_hybrid_is_predicted(cell):
     assert predicted_at_start(cell) / measured_peak(cell) == pytest.approx(1, abs=0.05)
 
 
+def test_the_peak_with_a_prefix_computed_once_is_predicted():
+    """On one rank of a kernel that takes packs, where whole rows need no sums and hold less."""
+    cell = replace(FEW, family="llama, wide", precision="bf16", recompute="layer", logits_at_once=1 << 16)
+    cell = replace(cell, tokens=768, documents=2, prefix=128)
+    measured = measured_peak(cell)
+    assert predicted_at_start(cell) / measured == pytest.approx(1, abs=0.002)
+    assert predicted_at_start(cell, branches=False) / measured < 0.95
+
+
 def test_fewer_tokens_never_hold_more():
     """A whole loss of few tokens holds no more than one in chunks of a few more: what is within a capacity fits."""
     rank = Rank(FEW, SoloTransport())

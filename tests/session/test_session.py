@@ -78,6 +78,15 @@ def test_a_model_as_from_pretrained_leaves_it_is_measured(monkeypatch):
     assert 128 <= capacity < 2**22
 
 
+@pytest.mark.parametrize("sharing", ["auto", "off"])
+def test_a_rank_alone_measures_a_shared_prefix_where_rows_may_share_one(sharing, monkeypatch):
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 30_000_000.0)
+    model = small_model(torch.float32)
+    with Session(model, SGD(model.parameters()), recompute="none", share_prefixes=sharing) as session:
+        measured = {layout.branches for _, layout, *_ in session.engine.measured}
+    assert measured == ({False, True} if sharing == "auto" else {False})
+
+
 def test_measuring_counts_weights_that_are_cast_and_leaves_room_for_what_the_optimizer_will_take(monkeypatch):
     """Cast weights count in each of the passes whose difference gives the bytes a token."""
 

@@ -174,14 +174,15 @@ class PlannedAttention:
                 assert self._packs is not None, f"{self._kernel.name} takes no packs"
                 for pack in packs:
                     block, saved = blocks[heads].at(pack.rows), attended[heads][1].at(pack.rows)
-                    grads = self._packs.backward_pack(split[heads][0][pack.rows], block, saved, pack)
-                    sums[heads].take_pack(pack, grads)
+                    grad = split[heads][0][pack.rows]
+                    sums[heads].take_pack(pack, self._packs.backward_pack(grad, block, saved, pack))
             for task in ring_step.tasks:
-                grads = self._block_gradients(task, split[task.heads][0], attended[task.heads], held)
                 shard = (task.piece, task.owner)
                 if shard not in gradients:
                     gradients[shard] = self._buffer(*shard, blocks[task.heads].k, sums[task.heads].dq.dtype).zero_()
+                grads = self._block_gradients(task, split[task.heads][0], attended[task.heads], held)
                 sums[task.heads].take(task, grads, gradients[shard])
+                del grads  # before others are made
             if posted is not None:
                 _take_over(posted, held, gradients)
             for shard in ring_step.last_used:

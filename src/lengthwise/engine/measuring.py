@@ -1,7 +1,8 @@
 """What a microbatch holds on this rank, measured by small passes of the model itself.
 
-1. One sequence is cut as a plan would cut it. This rank runs its part alone; what others send is zeros. A chunk
-  of a stage runs on random hidden states, and its backward on a gradient of zeros.
+1. One sequence is cut as a plan would cut it, or is two, of which one continues the other. This rank runs its part
+  alone; what others send is zeros. A chunk of a stage runs on random hidden states, and its backward on a gradient of
+  zeros.
 2. Everything that an operation makes counts until it is freed; on GPUs, the allocator's peak between two saved tensors,
   in the second pass of a size. Offload can remove what autograd saved until backward uses it.
 3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where routing
@@ -46,6 +47,7 @@ from lengthwise.models import (
 )
 from lengthwise.offload import ActivationSaver, parameter_storages
 from lengthwise.program import lower_microbatch
+from lengthwise.program.features import with_requires
 from lengthwise.report.figures import count
 
 WHOLE_MODEL: Mapping[int, Chunk] = {WHOLE.number: WHOLE}
@@ -61,11 +63,15 @@ _FALL_BYTES = 2**21  # that a library's choices among kernels explain between tw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a sequence lies: over how many ranks, at which position this rank is, and how many ranks split heads."""
+    """How a sequence lies: over how many ranks, at which position this rank is, and how many ranks split heads.
+
+    branches: whether its second half is a sequence that continues the first, as where rows share a prefix.
+    """
 
     degree: int = 1
     position: int = 0
     heads: int = 1
+    branches: bool = False
 
 
 ALONE = Layout()
@@ -253,19 +259,24 @@ class SmallPasses:
 
     def _start(self, rows: int) -> tuple[PlannedAttention, Tensor, Tensor]:
         layout = self.layout
-        piece = Piece(ranks=tuple(range(layout.degree)), sequences=(0,), heads=layout.heads)
-        plan = Plan(
-            ranks=layout.degree,
-            layers=self._config.num_hidden_layers,
-            capacity=rows * layout.degree + 1,
-            tokens=(rows * layout.degree,),
-            microbatches=(Microbatch(pieces=(piece,), recompute=self.recompute),),
-            requires=("heads",) if layout.heads > 1 else (),
+        tokens, half = rows * layout.degree, rows * layout.degree // 2
+        lengths, parents = ((half, tokens - half), (None, 0)) if layout.branches else ((tokens,), ())
+        piece = Piece(ranks=tuple(range(layout.degree)), sequences=tuple(range(len(lengths))), heads=layout.heads)
+        plan = with_requires(
+            Plan(
+                ranks=layout.degree,
+                layers=self._config.num_hidden_layers,
+                capacity=tokens + 1,
+                tokens=lengths,
+                parents=parents,
+                microbatches=(Microbatch(pieces=(piece,), recompute=self.recompute),),
+            )
         )
         program, alone = lower_microbatch(plan, 0), Lone(layout.position, layout.degree)
         planned = PlannedAttention(program, alone, self.kernel, layers_passed=self.chunk.layers_passed)
         segments = program.segments(layout.position)
-        positions = torch.cat([torch.arange(each.start, each.stop, device=self._device) for each in segments])
+        spans = [(each.start, each.stop, plan.firsts[each.sequence]) for each in segments]
+        positions = torch.cat([torch.arange(*span, device=self._device) + first for *span, first in spans])
         return planned, positions % self._config.vocab_size, positions
 
     def _hidden(self, planned: PlannedAttention) -> Tensor | None:

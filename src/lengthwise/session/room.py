@@ -1,9 +1,10 @@
 """`capacity_tokens: auto`: the tokens that a rank holds beside what it keeps from step to step, measured at the start.
 
 Small passes (`engine.measuring`) tell the bytes of a microbatch for each kind of recomputation that may be taken: on a
-rank alone, over a ring, and with heads split. A stage measures its own layers, and counts the microbatches that it
-keeps beside one. A tenth of the free memory stays free. The capacity is the least of all ranks, in steps of 128 tokens.
-Where twice the bytes that the largest batch needs without recomputation are free, nothing more is measured.
+rank alone, over a ring, with heads split, and with a prefix computed once. A stage measures its own layers, and counts
+the microbatches that it keeps beside one. A tenth of the free memory stays free. The capacity is the least of all
+ranks, in steps of 128 tokens. Where twice the bytes that the largest batch needs without recomputation are free,
+nothing more is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from lengthwise.session.settings import SessionSettings
 
 _RING_RANKS = 3  # in longer rings a rank holds no more: its own keys, those of the ring step, those that arrive
-_AMPLE = 2.0  # times the bytes on a rank alone; rings and split heads need less than that
+_AMPLE = 2.0  # times the bytes on a rank alone; other layouts need less than that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +44,8 @@ class Measuring:
     kinds: of recomputation, to choose from. heads: as in settings. most_tokens: of a global batch. logits_at_once: that
     the loss makes; if None, all. leaving_bytes: that the store of offload holds back; None without offload. kept_bytes:
     that the optimizer has yet to allocate. end_bytes: that the end of a step needs while no microbatch runs. trains:
-    whether the model does; else its passes hold no more than with recomputed layers, and are measured so.
+    whether the model does; else its passes hold no more than with recomputed layers, and are measured so. shares:
+    whether plans may compute prefixes once.
     """
 
     engine: Engine
@@ -55,9 +57,10 @@ class Measuring:
     kept_bytes: float = 0.0
     end_bytes: float = 0.0
     trains: bool = True
+    shares: bool = False
 
     def memory(self) -> RankMemory:
-        """Return what all kinds of recomputation hold, over rings too. Collective.
+        """Return what all kinds of recomputation hold, in all layouts. Collective.
 
         Raises:
             FallingLine: on a rank, the longer of two passes held less; every rank raises it.
@@ -85,7 +88,7 @@ class Measuring:
             is_ample = ample.peak_bytes(kinds[0], most) <= ample.budget_bytes
             if not least(engine.transport, [float(is_ample)])[0]:  # ranks may gather in their passes
                 of_kinds = {kind: replace(passes, recompute=kind) for kind in kinds}
-                lying = [ALONE, *self._rings()]
+                lying = [ALONE, *self._others()]
                 layouts = {
                     kind: tuple(self._measured(replace(each, layout=layout)) for layout in lying)
                     for kind, each in of_kinds.items()
@@ -120,13 +123,15 @@ class Measuring:
         free = free_bytes(self.engine.device, transport.device_ranks) * (1 - RESERVED) - self.kept_bytes
         return least(transport, [free if self.end_bytes <= free else 0.0])[0]
 
-    def _rings(self) -> list[Layout]:
-        """List how a sequence may lie over several ranks."""
+    def _others(self) -> list[Layout]:
+        """List how sequences may lie other than whole on one rank."""
         mesh: Mesh = self.engine.part()["mesh"]
         config: Any = self.engine.model.config
         ranks = mesh.num_replicas
+        if ranks == 1:  # blocks of rings hold no less than those of prefixes
+            return [replace(ALONE, branches=True)] if self.shares else []
         degree = min(ranks, _RING_RANKS)
-        layouts = [Layout(degree=degree, position=degree - 1)] if ranks > 1 else []
+        layouts = [Layout(degree=degree, position=degree - 1)]
         splits = 2 if self.heads == "auto" else 1 if self.heads == "off" else int(self.heads)
         if 1 < splits <= ranks and shape_from_config(config.to_dict()).heads % splits == 0:
             layouts.append(Layout(degree=splits, position=splits - 1, heads=splits))
@@ -168,6 +173,7 @@ def measuring_of(
     trains: bool = True,
     kept_bytes: float = 0.0,
     end_bytes: float = 0.0,
+    shares: bool = False,
 ) -> Measuring:
     """Return what measures an engine's microbatches; arguments as of `Measuring`."""
     offload, leaving = engine.offload, None
@@ -183,6 +189,7 @@ def measuring_of(
         kept_bytes=kept_bytes,
         end_bytes=end_bytes,
         trains=trains,
+        shares=shares,
     )
 
 
@@ -206,6 +213,7 @@ def measured_of(
         trains=trains,
         kept_bytes=kept_bytes,
         end_bytes=end_bytes,
+        shares=settings.shares_prefixes,
     )
     ratio = offload_of(engine.offload if trains else None)
     of_all = ratio if isinstance(ratio, float) else None

@@ -24,7 +24,7 @@ class RankMemory:
     """The memory of a rank.
 
     budget_bytes: for microbatches, beside what is kept from step to step. leaving_bytes: of the offload store.
-    layouts: by kind of recomputation, bytes of microbatches on one rank, over rings, and with heads split.
+    layouts: by kind of recomputation, bytes of microbatches on one rank, and in all other layouts that plans may have.
     """
 
     budget_bytes: float
