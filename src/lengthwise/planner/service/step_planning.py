@@ -20,6 +20,7 @@ from lengthwise.program import check_plan
 LEAST_SAVED = 0.05  # of the predicted time, by a plan with shared prefixes
 _MOST_HELD = 1.01  # times the capacity, by the rounding of short sequences of a tree
 _TRIES = 4  # capacities to plan trees with
+_QUICK_SHARE = PLANNING_SHARE / 200  # of a step's seconds, to plan with one size of trees
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,30 +49,36 @@ class StepPlanning:
         Raises:
             LengthwiseError: there is no plan.
         """
+        apart = self._plan(lengths, self.cost)
         if shared is None or sum(shared.common) < LEAST_SAVED * sum(lengths):
-            return self._plan(lengths, self.cost)
-        apart = self._plan(lengths, self.cost, planning_share=PLANNING_SHARE / 2)
-        once = self._shared(lengths, shared, apart.capacity)
+            return apart
+        once, seconds_apart = self._shared(lengths, shared, apart), _seconds(apart)
         if once is None:
             return apart
-        seconds, seconds_apart = (float(plan.notes["predicted_seconds"]) for plan in (once, apart))
-        if seconds >= (1 - LEAST_SAVED) * seconds_apart:
-            return replace(apart, notes={**apart.notes, "seconds_shared": seconds})
+        if _seconds(once) >= (1 - LEAST_SAVED) * seconds_apart:
+            return replace(apart, notes={**apart.notes, "seconds_shared": _seconds(once)})
         check_plan(once)
         return replace(once, notes={**once.notes, "seconds_apart": seconds_apart})
 
-    def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, capacity: int) -> Plan | None:
+    def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, apart: Plan) -> Plan | None:
         """Return the fastest plan that computes shared prefixes once, or None if no trees fit.
 
-        Trees, like sequences, are on one rank, or cut over those of a node or over all.
+        Trees, like sequences, are on one rank, or cut over those of a node or over all. All sizes are planned quickly;
+        then the best, if it pays, as any plan.
         """
-        of_rank, longest = -(-sum(lengths) // self.ranks), self.longest_tokens
+        of_rank, longest, capacity = -(-sum(lengths) // self.ranks), self.longest_tokens, apart.capacity
         node = capacity * min(self.ranks, self.cost.ranks_per_node)
         sizes = {min(capacity, size) for size in (of_rank // 2, of_rank, 2 * of_rank)}
         sizes |= {min(limit, longest, 2 * of_rank) for limit in (node, longest)}
-        share = PLANNING_SHARE / 2 / len(sizes)
-        plans = [self._shared_up_to(size, lengths, shared, planning_share=share) for size in sorted(sizes)]
-        return min(filter(None, plans), key=lambda plan: float(plan.notes["predicted_seconds"]), default=None)
+        quickly = {size: self._shared_up_to(size, lengths, shared, planning_share=_QUICK_SHARE) for size in sizes}
+        found = {size: plan for size, plan in quickly.items() if plan is not None}
+        if not found:
+            return None
+        best = min(found, key=lambda size: (_seconds(found[size]), size))
+        if _seconds(found[best]) >= (1 - LEAST_SAVED) * _seconds(apart):
+            return found[best]
+        plans = (found[best], self._shared_up_to(best, lengths, shared, planning_share=PLANNING_SHARE))
+        return min(filter(None, plans), key=_seconds)
 
     def _shared_up_to(
         self, most_tokens: int, lengths: Sequence[int], shared: SharedPrefixes, *, planning_share: float
@@ -138,6 +145,10 @@ class StepPlanning:
     def _held(self) -> dict[str, int]:
         kept = kept_ratio(self.offload_ratio or 0.0, self.options.layers)
         return {kind: int(capacity / kept) for kind, capacity in self.capacities.items()}
+
+
+def _seconds(plan: Plan) -> float:
+    return float(plan.notes["predicted_seconds"])
 
 
 def step_planning(
