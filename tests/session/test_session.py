@@ -671,6 +671,10 @@ def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
         with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
             sums = [each.sum().item() for each in session.token_values(rows)]
             (planned,) = session.batches([rows])
+            turns = [{**row, "turn": [number] * len(row["labels"])} for number, row in enumerate(rows)]
+            assert not session.backward(turns).plan.parents, "the column may be an input of the model"
+            assert session.backward([{**row, "turn": [0] * len(row["labels"])} for row in rows]).plan.parents
+            session.optimizer.zero_grad()
             steps = [session.backward(planned, loss=own), session.backward(planned)]
         with Session(model, SGD(model.parameters()), capacity_tokens=128, share_prefixes="off") as session:
             steps.append(session.backward(planned))  # of a session that shares

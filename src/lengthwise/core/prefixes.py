@@ -26,14 +26,14 @@ class SharedPrefixes:
 def shared_prefixes(starts: Sequence[np.ndarray], lengths: Sequence[int]) -> SharedPrefixes | None:
     """Return the prefixes that sequences of these lengths share, or None if they share none.
 
-    starts: the first tokens of each sequence, int32 (0 or more,), of which a prefix may be made.
+    starts: the first tokens of each sequence, of which a prefix may be made, (0 or more,) or (0 or more, bytes).
     """
-    texts = [start.astype(">i4").tobytes() for start in starts]  # in this form they sort as the tokens do
-    order = sorted(range(len(starts)), key=lambda number: (texts[number], -lengths[number], number))
+    order = sorted(range(len(starts)), key=lambda number: (starts[number].tobytes(), -lengths[number], number))
     common = [0]
     for before, number in pairwise(order):
-        one, other = (starts[each][: min(len(starts[before]), len(starts[number]))] for each in (before, number))
-        differ = np.flatnonzero(one != other)
-        same = int(differ[0]) if len(differ) else len(one)
+        same = min(len(starts[before]), len(starts[number]))
+        if same:
+            unequal = (starts[before][:same] != starts[number][:same]).reshape(same, -1).any(axis=1)
+            same = int(unequal.argmax()) if unequal.any() else same
         common.append(same if same >= LEAST_SHARED_TOKENS else 0)
     return SharedPrefixes(order=tuple(order), common=tuple(common)) if any(common) else None

@@ -137,8 +137,8 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         start, rows = time.perf_counter(), self._batches[0].rows
         places = np.cumsum([0, *(len(row["input_ids"]) for row in rows)])
         planned: Any = [
-            {"input_ids": row["input_ids"], "labels": row["labels"], SLOTS: np.arange(first, last)}
-            for row, first, last in zip(rows, places, places[1:], strict=False)
+            {"input_ids": row["input_ids"], "labels": row["labels"], SLOTS: _slots(row["labels"], int(first))}
+            for row, first in zip(rows, places, strict=False)
             if _trains(row)
         ]
         size, columns = int(places[-1]), self._columns(rows)
@@ -250,6 +250,11 @@ def _row(sample: Rollout) -> Rollout:
     ids = np.asarray(sample["input_ids"])
     labels = np.where(np.asarray(sample["completion_mask"]).astype(bool), ids, NO_LOSS)
     return {"input_ids": ids, "labels": labels, **{name: sample[name] for name in _KEPT}}
+
+
+def _slots(labels: np.ndarray, first: int) -> np.ndarray:
+    """Return the places of a row's predictions, from `first` on; tokens that predict no label add 0 to place 0."""
+    return np.where(np.append(labels[1:] != NO_LOSS, False), first + np.arange(len(labels)), 0)
 
 
 def _trains(row: Mapping[str, Any]) -> bool:

@@ -77,9 +77,9 @@ def _rows(batch: Mapping[str, Tensor], first: int) -> Iterator[Row]:
             remedy = "Give the tokenizer a token that begins a text, or leave the row out."
             raise DataError("prompt", expected="at least one token", got="none", remedy=remedy)
         labels = np.concatenate([np.full(len(prompt), NO_LOSS), completion])
-        # At each token the place of the one that it predicts; tokens of the prompt add 0 to the first place.
+        # At each token the place of the one that it predicts; all others add 0 to the first place of all.
         places = first + number * width + np.flatnonzero(has_token)
-        slots = np.concatenate([np.full(len(prompt) - 1, places[0]), places, places[-1:]])
+        slots = np.concatenate([np.zeros(len(prompt) - 1, int), places, [0]])
         yield {"input_ids": np.concatenate([prompt, completion]), "labels": labels, SLOTS: slots}
 
 

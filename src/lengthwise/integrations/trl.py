@@ -129,11 +129,15 @@ class PreferenceCollator:
 
     @staticmethod
     def slots(inputs: Mapping[str, Tensor], first: int) -> Iterator[np.ndarray]:
-        """Yield the positions of each row's tokens in a vector of all predictions, (2 x pairs x (width - 1),)."""
+        """Yield the positions of each row's predictions in a vector of all of them, (2 x pairs x (width - 1),).
+
+        Tokens that predict none of a completion add 0 to the first.
+        """
         width = inputs[_IDS].shape[1] - 1
-        for number, kept in enumerate(inputs[_MASK].bool()):
-            # The last token of the longest row predicts nothing, and adds 0 to its neighbour.
-            yield first + number * width + np.minimum(np.flatnonzero(kept.numpy()), width - 1)
+        kept, counts = inputs[_MASK].bool().numpy(), inputs[_COMPLETION].bool().numpy()
+        for number, places in enumerate(map(np.flatnonzero, kept)):
+            predicts = np.append(counts[number, places[1:]], False)
+            yield np.where(predicts, first + number * width + places, 0)
 
 
 class DPOTrainer(TokenLossMixin, trl.DPOTrainer):

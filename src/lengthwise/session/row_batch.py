@@ -93,12 +93,19 @@ class RowBatch(StepBatch):
         return found.hexdigest()
 
     def shared_prefixes(self) -> SharedPrefixes | None:
-        """Return the prefixes that rows share, of tokens that predict no label, or None if they share none."""
+        """Return the prefixes that rows share, of tokens that predict no label, or None if they share none.
+
+        Their tokens are alike in all columns, which may be inputs of the model.
+        """
         starts = list[np.ndarray]()
         for number, length in enumerate(self.lengths):
             ids, labels = self.dataset.read(number, 0, length)
             labelled = np.flatnonzero(labels[1:] != NO_LOSS)
-            starts.append(ids[: labelled[0] if len(labelled) else length - 1])
+            tokens = int(labelled[0]) if len(labelled) else length - 1
+            columns = (self.columns[name][number][:tokens] for name in sorted(self.columns))
+            parts = [ids[:tokens], *(each.contiguous().view(-1).view(torch.uint8).numpy() for each in columns)]
+            as_bytes = [each.view(np.uint8).reshape(max(1, tokens), -1) for each in parts]
+            starts.append(np.concatenate(as_bytes, axis=1)[:tokens])
         return shared_prefixes(starts, self.lengths)
 
     def column(self, name: str, segments: Sequence[Segment]) -> Tensor:
