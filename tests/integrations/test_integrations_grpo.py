@@ -96,6 +96,7 @@ def test_grpo_is_trls(case, ranks, tmp_path, saved):
         config["activation_checkpointing"] = case == "recomputed" and kind is not plain
         found = trained(kind, tmp_path / f"ranks{ranks}", ranks, loaded(saved), **how)
         trainer = found.pop("trainer")
+        assert kind is plain or trainer._last.plan.parents, "completions share prompts"
         server = getattr(trainer, "vllm_generation", None)
         sent = [] if server is None else server.weights
         return {**found, "sent": sent, "draws": torch.get_rng_state().tolist()}

@@ -13,6 +13,7 @@ pytest.importorskip("trl")  # an extra
 from datasets import Dataset
 from peft import LoraConfig
 from preferences import chats, pairs, tokenizer
+from preferences import model as trl_model
 from test_integrations_trl import SETTINGS
 from transformers import LlamaForCausalLM
 from trl import DPOConfig, SFTConfig
@@ -87,7 +88,7 @@ def test_a_model_with_a_forward_or_loss_of_its_own_keeps_it(change):
     assert is_of_labels(model) == (change in ("none", "compute_loss"))
 
 
-@pytest.mark.parametrize("case", ["trainer", "own forward", "sft"])
+@pytest.mark.parametrize("case", ["trainer", "own forward", "sft", "dpo"])
 def test_rows_share_prompts_unless_a_forward_of_the_user_may_count_them(case, tmp_path):
     rows = [{"input_ids": [7] * 40 + [end], "labels": [-100] * 40 + [end]} for end in range(1, 5)]
     options = {"capacity_tokens": 512, "measurements": plain_cost(linear_seconds=1.0), "heads": "off"}
@@ -99,6 +100,11 @@ def test_rows_share_prompts_unless_a_forward_of_the_user_may_count_them(case, tm
         kind, rows = SFTTrainer, Dataset.from_list(rows)
         args = SFTConfig(str(tmp_path), **{**ONE_STEP, "per_device_train_batch_size": 4})
         options |= {"processing_class": tokenizer(), "data_collator": None}
+    elif case == "dpo":
+        kind, model = DPOTrainer, trl_model()
+        rows = Dataset.from_list([{"prompt": "p" * 40, "chosen": "a", "rejected": each} for each in "bc"])
+        args = DPOConfig(str(tmp_path), **{**ONE_STEP, "per_device_train_batch_size": 2})
+        options |= {"processing_class": tokenizer(), "data_collator": None, "peft_config": LORA()}
     trainer = trained(kind, args, model=model, train_dataset=rows, **options)["trainer"]
     assert bool(trainer._last.plan.parents) == (case != "own forward")
     trainer.session.close()
