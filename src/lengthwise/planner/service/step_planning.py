@@ -42,8 +42,8 @@ class StepPlanning:
     def plan(self, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> Plan:
         """Plan one step; `check_plan` accepts the plan.
 
-        shared: prefixes that the step may compute once. It does if that saves more than 5 % of the predicted time;
-            either way a note says what the other plan would take.
+        shared: prefixes that the step may compute once. It does if that saves more than 5 % of the predicted time. If
+            both plans were made, a note says what the other one would take.
 
         Raises:
             LengthwiseError: there is no plan.
