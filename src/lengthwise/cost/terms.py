@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -377,7 +377,7 @@ class Cost:
         return [group for group in range(1, most + 1) if self.heads % group == 0]
 
 
-def check_seconds(**seconds: object) -> None:
+def check_seconds(**seconds: Any) -> None:
     """Raise ConfigError if a coefficient is negative or not finite."""
     for name, value in seconds.items():
         if not is_number(value) or not 0 <= value < inf:
