@@ -67,6 +67,16 @@ def test_shares_of_a_ring_are_no_slowness():
     assert rank_speeds(true, steps) is None
 
 
+def test_a_prefix_that_others_see_is_no_slowness():
+    """Two sequences of 1,000 tokens continue one of 8,000 on rank 0."""
+    true = machine(curve=())
+    pieces = [Piece(ranks=(0,), sequences=(0, 1, 2)), Piece(ranks=(1,), sequences=(3,))]
+    plan = replace(make_plan(2, (8000, 1000, 1000, 8000), pieces), parents=(None, 0, 0, None))
+    pairs, tokens = np.array([8000**2 + 2 * (9000**2 - 8000**2), 8000**2]), np.array([10_000, 8000])
+    busy = true.fixed_seconds + true.quadratic_seconds * pairs + true.linear_seconds * tokens
+    assert rank_speeds(true, [RanStep(plan=plan, busy_seconds=tuple(busy.tolist()))] * 6) is None
+
+
 @pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
 def test_what_is_computed_again_is_no_slowness(kind):
     true = machine(curve=())

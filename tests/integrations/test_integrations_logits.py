@@ -88,14 +88,20 @@ def test_a_model_with_a_forward_or_loss_of_its_own_keeps_it(change):
     assert is_of_labels(model) == (change in ("none", "compute_loss"))
 
 
-@pytest.mark.parametrize("case", ["trainer", "own forward", "sft", "dpo"])
-def test_rows_share_prompts_unless_a_forward_of_the_user_may_count_them(case, tmp_path):
+def own_loss(outputs, labels, num_items_in_batch):
+    return (outputs.logits[:, :-1].sum() - labels.sum()) / num_items_in_batch
+
+
+@pytest.mark.parametrize("case", ["trainer", "own forward", "own loss", "sft", "dpo"])
+def test_rows_share_prompts_unless_a_forward_or_loss_of_the_user_may_count_them(case, tmp_path):
     rows = [{"input_ids": [7] * 40 + [end], "labels": [-100] * 40 + [end]} for end in range(1, 5)]
     options = {"capacity_tokens": 512, "measurements": plain_cost(linear_seconds=1.0), "heads": "off"}
     model, kind = small_model(torch.float32), Trainer
     args = arguments(tmp_path, max_steps=1, remove_unused_columns=False)
     if case == "own forward":
         model.__class__ = OwnForward
+    elif case == "own loss":
+        options["compute_loss_func"] = own_loss
     elif case == "sft":
         kind, rows = SFTTrainer, Dataset.from_list(rows)
         args = SFTConfig(str(tmp_path), **{**ONE_STEP, "per_device_train_batch_size": 4})
@@ -106,5 +112,5 @@ def test_rows_share_prompts_unless_a_forward_of_the_user_may_count_them(case, tm
         args = DPOConfig(str(tmp_path), **{**ONE_STEP, "per_device_train_batch_size": 2})
         options |= {"processing_class": tokenizer(), "data_collator": None, "peft_config": LORA()}
     trainer = trained(kind, args, model=model, train_dataset=rows, **options)["trainer"]
-    assert bool(trainer._last.plan.parents) == (case != "own forward")
+    assert bool(trainer._last.plan.parents) == ("own" not in case)
     trainer.session.close()

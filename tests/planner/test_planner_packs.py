@@ -100,6 +100,14 @@ def test_a_pair_levels_exactly_by_an_exchange() -> None:
     assert level_by_swaps([7.0, 3.0], bins, lengths, seconds, goal_seconds=5.0, most_swaps=9) == 5.0
 
 
+def test_a_shorter_sequence_that_takes_too_long_is_not_taken_for_a_longer_one():
+    """Trees of sequences may take less time than shorter sequences."""
+    short = ShortSequences([0, 1, 2], [3, 5, 8], [10.0, 3.0, 6.0])
+    short.drop(1)
+    assert short.fill(20, 4.0) == ([], 20, 4.0)
+    assert short.fill(20, 16.0) == ([2, 0], 9, 0.0)
+
+
 def test_an_exchange_for_a_longer_sequence_that_takes_less_needs_room():
     """Trees see fewer pairs than a sequence of their length."""
     lengths, seconds = np.array([5, 5, 8, 2]), np.array([10.0, 10.0, 6.0, 6.0])

@@ -1,5 +1,7 @@
 """Prefixes that rows share: found, made into trees, priced, and planned where that pays."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,8 +12,9 @@ from lengthwise.core.held import fullest_tokens
 from lengthwise.core.plan import Piece
 from lengthwise.core.prefixes import LEAST_SHARED_TOKENS, SharedPrefixes, shared_prefixes
 from lengthwise.cost import plain_cost
-from lengthwise.planner import PlanOptions, score
+from lengthwise.planner import PLANNING_SHARE, PlanOptions, score
 from lengthwise.planner.prefixes import plan_shared
+from lengthwise.planner.service import step_planning
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.simulator.clocks import simulate_plan
 
@@ -120,6 +123,23 @@ def test_a_prompt_is_computed_once_in_a_group_that_no_rank_holds():
     assert plan.notes["seconds_apart"] == pytest.approx(2500, rel=0.01)
 
 
+def test_each_size_of_trees_has_time_to_be_planned(monkeypatch):
+    """A plan in a twentieth of the time may take longer than whole rows where one in full saves much."""
+    plan_in_full = step_planning.plan_recomputed
+
+    def hurried(tokens, ranks, cost, kinds, options):
+        plan = plan_in_full(tokens, ranks, cost, kinds, options)
+        slower = 1.0 if options.planning_share > PLANNING_SHARE / 20 else 1.5
+        return replace(plan, notes={**plan.notes, "predicted_seconds": slower * plan.notes["predicted_seconds"]})
+
+    monkeypatch.setattr(step_planning, "plan_recomputed", hurried)
+    planning = StepPlanning(
+        ranks=4, cost=plain_cost(linear_seconds=1e-4), capacities={"none": 8000}, options=PlanOptions()
+    )
+    plan = planning.plan([3000] * 8, shared_prefixes([np.zeros(999, dtype=np.int32)] * 8, [3000] * 8))
+    assert plan.notes["predicted_seconds"] < 0.9 * plan.notes["seconds_apart"]
+
+
 def test_full_trees_of_one_length_and_other_shapes_leave_room_for_the_lengths_that_tell_them_apart():
     """Two groups of 100 tokens, the capacity: one of them is known as 101 tokens."""
     lengths = [70, 70, 80, 60]
@@ -140,3 +160,18 @@ def test_no_rank_holds_all_short_ends_of_a_ring_beyond_the_capacity():
     plan = planning.plan(lengths, shared_prefixes(starts, lengths))
     assert plan.parents
     assert max(fullest_tokens(plan, each) for each in plan.microbatches) < 1.02 * 600
+
+
+def test_prefixes_in_prefixes_that_differ_by_a_few_tokens_make_trees_that_fit():
+    """A difference below the least shared tokens is not shared, so a tree has more tokens than all that are equal."""
+    starts = [np.array([0] * (40 + number) + [number + 1], dtype=np.int32) for number in range(12)]
+    lengths = [len(start) + 2 for start in starts]
+    shared = shared_prefixes(starts, lengths)
+    planning = StepPlanning(ranks=1, cost=COST, capacities={"none": 90}, options=PlanOptions())
+    plan = planning.plan(lengths, shared)
+    assert plan.parents
+    for most in range(60, 140):
+        found = plan_shared(lengths, shared, most, COST, alone)
+        assert found is not None
+        trees = (piece.sequences for microbatch in found.microbatches for piece in microbatch.pieces)
+        assert max(sum(found.tokens[each] for each in tree) for tree in trees) <= most

@@ -3,34 +3,35 @@
 from collections import Counter
 
 from testing import make_plan, visible_pairs
+from testing.plans import line_to
 
 from lengthwise.core.plan import Plan
 from lengthwise.program import HeadRange, lower_microbatch, lower_plan
 from lengthwise.program.split_heads import group_of, group_runs
 
+Token = tuple[int, int]  # sequence, and token of it
+Pairs = dict[HeadRange, Counter[tuple[Token, Token]]]
 
-def covered_pairs(plan: Plan, window: int | None = None) -> dict[tuple[int, HeadRange], Counter[tuple[int, int]]]:
-    """Count each (query, key) of a sequence that tasks see, by range of heads, from what their offsets point to."""
-    pairs: dict[tuple[int, HeadRange], Counter[tuple[int, int]]] = {}
+
+def covered_pairs(plan: Plan, window: int | None = None) -> Pairs:
+    """Count each (query, key) that tasks see, by range of heads, from what their offsets point to."""
+    pairs: Pairs = {}
     for rank in range(plan.ranks):
         for program in (whole.with_window(window) for whole in lower_plan(plan, rank)):
             rows, first_blocks = rows_of(program, rank), Counter()
             for task in (task for ring_step in range(program.ring_steps) for task in program.tasks(rank, ring_step)):
-                piece, mine = (
-                    program.microbatch.pieces[task.piece],
-                    pairs.setdefault((task.sequence, task.heads), Counter()),
-                )
+                piece, mine = program.microbatch.pieces[task.piece], pairs.setdefault(task.heads, Counter())
                 keys = ring_tokens(plan, piece, task.owner)[task.kv_start : task.kv_stop]
                 queries = rows[task.heads][task.q_start : task.q_stop]
                 assert queries
                 assert keys
                 first_blocks.update((task.heads, row) for row in range(task.q_start, task.q_stop) if task.causal)
-                for row, (sequence, query) in enumerate(queries):
+                for row, query in enumerate(queries):
                     seen = 0
-                    for column, (other, key) in enumerate(keys):
-                        assert other == sequence == task.sequence
-                        gap = task.distance + row - column
-                        assert task.window is None or gap == query - key, "distance must be that of the tokens"
+                    for column, key in enumerate(keys):
+                        assert key[0] == task.sequence
+                        gap, apart = task.distance + row - column, place_of(plan, query) - place_of(plan, key)
+                        assert task.window is None or gap == apart, "distance must be that of the tokens"
                         if not (task.causal and gap < 0) and (task.window is None or gap < task.window):
                             mine[query, key] += 1
                             seen += 1
@@ -40,18 +41,25 @@ def covered_pairs(plan: Plan, window: int | None = None) -> dict[tuple[int, Head
     return pairs
 
 
-def expected_pairs(plan: Plan, window: int | None = None) -> dict[tuple[int, HeadRange], Counter[tuple[int, int]]]:
-    seen = {
-        i: Counter((q, k) for q, k in visible_pairs(length) if window is None or q - k < window)
-        for i, length in enumerate(plan.tokens)
-    }
-    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
-    return {
-        (i, HeadRange(part=index, parts=piece.heads)): seen[i]
-        for piece in pieces
-        for i in piece.sequences
-        for index in range(piece.heads)
-    }
+def expected_pairs(plan: Plan, window: int | None = None) -> Pairs:
+    found: Pairs = {}
+    for piece in (piece for microbatch in plan.microbatches for piece in microbatch.pieces):
+        for sequence in piece.sequences:
+            text = [(each, token) for each in line_to(plan, sequence) for token in range(plan.tokens[each])]
+            first = len(text) - plan.tokens[sequence]
+            seen = Counter(
+                (text[query], text[key])
+                for query, key in visible_pairs(len(text))
+                if query >= first and (window is None or query - key < window)
+            )
+            for part in range(piece.heads):
+                found.setdefault(HeadRange(part=part, parts=piece.heads), Counter()).update(seen)
+    return found
+
+
+def place_of(plan: Plan, token: Token) -> int:
+    """Return the position of a token in its text."""
+    return plan.firsts[token[0]] + token[1]
 
 
 def ring_tokens(plan, piece, group):

@@ -1,12 +1,14 @@
 """Lowering: every visible pair once under any plan and window, and nothing travels that no one needs."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan
 from testing.order import check_order
+from testing.plans import with_branches
 
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, lower_plan
@@ -14,6 +16,12 @@ from program.following import covered_pairs, expected_pairs, follow_rounds
 from tiers import more
 
 RANDOM = st.randoms(use_true_random=False)
+
+
+def drawn(choose, ranks, count, *, num_heads=1):
+    """Draw a plan; in half of them sequences continue others."""
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=num_heads)
+    return with_branches(choose, plan) if choose.random() < 0.5 else plan
 
 
 @given(
@@ -24,8 +32,8 @@ RANDOM = st.randoms(use_true_random=False)
     heads=st.sampled_from([1, 840]),
 )
 def test_lowering_covers_each_visible_pair_once_under_any_plan_and_window(choose, ranks, count, window, heads):
-    """Any degree, order, shares and split heads, ranks in several rings of a microbatch, fewer tokens than ranks."""
-    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
+    """Any degree, order, shares, split heads and prefixes, ranks in several rings of a microbatch, few tokens."""
+    plan = drawn(choose, ranks, count, num_heads=heads)
     assert covered_pairs(plan, window) == expected_pairs(plan, window)
     if heads == 1:
         follow_rounds(plan, window)
@@ -45,6 +53,15 @@ def test_lowering_covers_each_visible_pair_once_under_any_shares(length, shares)
 def test_windowed_lowering_tiles_long_documents(window):
     plan = make_plan(2, [312, 200], [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(1, 0), sequences=(1,))])
     assert covered_pairs(plan, window) == expected_pairs(plan, window)
+
+
+@pytest.mark.parametrize(("tokens", "window"), [((80, 3, 2, 1), 2), ((80, 3, 2, 1), 9), ((17, 12, 9, 5), 14)])
+def test_windows_reach_from_sequence_to_sequence(tokens, window):
+    """Two sequences continue one that continues another, in a ring; the first have fewer tokens than it has chunks."""
+    ring = Piece(ranks=(0, 2, 3, 1), sequences=(0, 1, 2, 3))
+    plan = replace(make_plan(4, tokens, [ring]), parents=(None, 0, 1, 1))
+    assert covered_pairs(plan, window) == expected_pairs(plan, window)
+    follow_rounds(plan, window)
 
 
 @pytest.mark.parametrize("degree", [2, 3, 8])
@@ -86,7 +103,7 @@ def test_window_as_long_as_the_longest_sequence_changes_nothing():
 @given(choose=RANDOM, ranks=st.integers(1, 7), count=st.integers(1, 5), window=st.integers(1, 45))
 def test_windowed_blocks_can_be_said_with_windows_that_count_from_the_last_key(choose, ranks, count, window):
     """Flash kernels align queries and keys at their ends, and see no further right than there are keys."""
-    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
+    plan = drawn(choose, ranks, count)
     for rank in range(ranks):
         for whole in lower_plan(plan, rank):
             program = whole.with_window(window)

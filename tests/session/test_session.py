@@ -33,9 +33,11 @@ from lengthwise.core.errors import (
 )
 from lengthwise.models import keep_double
 from lengthwise.session import room
+from lengthwise.session.model import can_share_prefixes
 from run.small_runs import children
 from tiers import more
 
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1)
 
@@ -653,7 +655,7 @@ def test_what_a_loop_writes_into_weights_between_steps_stays(dtype, tmp_path):
 
 
 def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
-    """Where the loss counts labels alone: a loop's own loss sees whole rows."""
+    """Where labels alone count: a loop's own loss and values see whole rows."""
     draw = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, 64, (tokens,), generator=draw) for tokens in (60, 40)]
     rows = []
@@ -665,11 +667,15 @@ def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
     def own(outputs, tokens):
         return F.cross_entropy(outputs.logits[0], tokens.shift_labels, ignore_index=-100, reduction="sum")
 
+    def sums_of(session):
+        kinds = (None, lambda outputs, _tokens: outputs.logits[0].square().sum(-1))
+        return [each.sum().item() for values in kinds for each in session.token_values(rows, values=values)]
+
     def work(_rank):
         found = both_loops(ADAMW, capacity=128, steps=[rows])
         model = small_model()
         with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
-            sums = [each.sum().item() for each in session.token_values(rows)]
+            sums = sums_of(session)
             (planned,) = session.batches([rows])
             turns = [{**row, "turn": [number] * len(row["labels"])} for number, row in enumerate(rows)]
             assert not session.backward(turns).plan.parents, "the column may be an input of the model"
@@ -678,7 +684,7 @@ def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
             steps = [session.backward(planned, loss=own), session.backward(planned)]
         with Session(model, SGD(model.parameters()), capacity_tokens=128, share_prefixes="off") as session:
             steps.append(session.backward(planned))  # of a session that shares
-            apart = [each.sum().item() for each in session.token_values(rows)]
+            apart = sums_of(session)
         return found, [(bool(step.plan.parents), step.num_tokens, step.loss) for step in steps], (sums, apart)
 
     for found, steps, (sums, apart) in in_ranks(in_double(work), 2, tmp_path):
@@ -688,3 +694,11 @@ def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
         assert all(loss == pytest.approx(steps[0][2], rel=1e-13) for _, _, loss in steps)
         assert sums == pytest.approx(apart, rel=1e-12)
     assert "prompts that rows share are computed once: 53% fewer tokens" in capfd.readouterr().out
+
+
+def test_models_whose_tokens_depend_on_the_whole_row_share_no_prefix():
+    assert can_share_prefixes(small_model())
+    dynamic, balanced, dropping = small_model(rope_parameters=DYNAMIC), small_model(), small_model()
+    balanced.config.output_router_logits = True
+    dropping.model.embed_tokens = torch.nn.Sequential(dropping.model.embed_tokens, torch.nn.Dropout(0.1))
+    assert not any(map(can_share_prefixes, (dynamic, balanced, dropping)))

@@ -25,6 +25,7 @@ from lengthwise.cost.memory import (
 )
 from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, PassBeside, StepBytes
 from lengthwise.cost.passes import PassShares
+from lengthwise.cost.plain import plain_cost
 from lengthwise.cost.shapes import SHAPE_NAMES, check_trained, layer_shapes, named_shape, shape_from_config
 from lengthwise.cost.shard_choice import (
     ZERO3_ALONE,
@@ -37,7 +38,7 @@ from lengthwise.cost.shard_choice import (
     sharded_traffic,
     wanted_tokens,
 )
-from lengthwise.cost.terms import Cost, plain_cost
+from lengthwise.cost.terms import Cost
 from lengthwise.cost.trees import Tree, folded, lengths_of
 
 __all__ = [

@@ -19,7 +19,8 @@ import numpy as np
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.links import Floats
-from lengthwise.cost.terms import Cost, plain_cost
+from lengthwise.cost.plain import plain_cost
+from lengthwise.cost.terms import Cost
 
 GRADIENT_BYTES = 4  # dK and dV are summed in fp32 as they travel
 STATE_BYTES = 4  # states and maps are fp32

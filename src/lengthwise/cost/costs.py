@@ -16,8 +16,9 @@ from lengthwise.core.sizes import is_number
 from lengthwise.cost.all_terms import all_terms_cost
 from lengthwise.cost.analytic import analytic_cost
 from lengthwise.cost.hardware import Hardware, named_hardware
+from lengthwise.cost.plain import plain_cost
 from lengthwise.cost.shapes import named_shape
-from lengthwise.cost.terms import Cost, plain_cost
+from lengthwise.cost.terms import Cost
 
 KEYS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds")
 MOST_SECONDS = 1e200  # with more, sums over a step would overflow

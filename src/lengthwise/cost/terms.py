@@ -1,10 +1,7 @@
 """How long a piece takes: one record, used alike by planners, score and simulator.
 
 A piece keeps each of its ranks busy for the sum of its passes (`passes`); a microbatch adds fixed seconds. Links,
-copies and an exchange of heads are free unless given. With `plain_cost`, a piece of d ranks with sequences of s_i
-tokens, S in all, takes, by its quadratic, linear, ring and hop seconds,
-
-    (q sum s_i^2 + l S) / d  +  max(0, c S (d - 1) / d  -  q sum s_i^2 / d)  +  h (d - 1)
+copies and an exchange of heads are free unless given.
 """
 
 from __future__ import annotations
@@ -25,10 +22,6 @@ from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_rea
 from lengthwise.cost.passes import BACKWARD, FORWARD, PassShares, Work, parts_by_shares, passes, passes_seconds
 
 _FREE = Link(bytes_per_second=inf)
-_SWIFT = 2.0**100  # bytes per second of `plain_cost`: a power of two keeps seconds exact, and gathers are free
-# Each pass has as large a part of a ring's transfers as of the attention; quarters keep sums exact.
-_PLAIN_FORWARD = PassShares(attention=1 / 4, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
-_PLAIN_BACKWARD = PassShares(attention=3 / 4, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 _NOTHING, _NO_ENDING = Choices(), Ending()
 
 
@@ -116,9 +109,7 @@ class Cost:
 
     def __post_init__(self) -> None:
         coefficients = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_seconds")}
-        for name, value in coefficients.items():
-            if not is_number(value) or not 0 <= value < inf:
-                raise _refused(name, "a finite number of seconds, 0 or more", value, f"Give {name} in seconds.")
+        check_seconds(**coefficients)
         parts = ("embedding_seconds", "head_seconds")  # of linear_seconds
         hops = self.near.hop_seconds, self.far.hop_seconds
         if not any((*hops, self.ring_bytes, *(value for name, value in coefficients.items() if name not in parts))):
@@ -386,21 +377,11 @@ class Cost:
         return [group for group in range(1, most + 1) if self.heads % group == 0]
 
 
-def plain_cost(*, ring_seconds: float = 0.0, hop_seconds: float = 0.0, **others: Any) -> Cost:
-    """Return costs of which only coefficients are known: ranks anywhere, and everything else that travels is free.
-
-    ring_seconds: per token and link, to move keys, values and gradients, hidden by attention as a whole.
-    hop_seconds: latency per ring step, both passes together. others: fields of `Cost`.
-
-    Raises:
-        ConfigError: a coefficient that is negative or not finite, or all of them zero.
-    """
-    for name, value in (("ring_seconds", ring_seconds), ("hop_seconds", hop_seconds)):
+def check_seconds(**seconds: Any) -> None:
+    """Raise ConfigError if a coefficient is negative or not finite."""
+    for name, value in seconds.items():
         if not is_number(value) or not 0 <= value < inf:
             raise _refused(name, "a finite number of seconds, 0 or more", value, f"Give {name} in seconds.")
-    link = Link(bytes_per_second=_SWIFT, hop_seconds=hop_seconds / 2)
-    links = {"near": link, "far": link, "ring_bytes": ring_seconds * _SWIFT}
-    return Cost(**links, forward=_PLAIN_FORWARD, backward=_PLAIN_BACKWARD, **others)
 
 
 def _refused(name: str, expected: str, got: object, remedy: str) -> ConfigError:

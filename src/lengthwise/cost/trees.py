@@ -63,7 +63,8 @@ def folded(plan: Plan, cost: Cost) -> tuple[Plan, Cost]:
     """Return a plan in which each tree is one sequence, and costs that know the trees."""
     if not plan.parents:
         return plan, cost
-    trees = [tree for m in plan.microbatches for piece in m.pieces for tree in _trees_of(piece.sequences, plan)]
+    pieces, firsts = (piece for microbatch in plan.microbatches for piece in microbatch.pieces), plan.firsts
+    trees = [tree for piece in pieces for tree in _trees_of(piece.sequences, plan, firsts)]
     lengths, costs = lengths_of(trees, cost)
     numbers = {tree.sequences[0]: (number,) for number, tree in enumerate(trees)}
     microbatches = plan.replacing(lambda sequence: numbers.get(sequence, ()))
@@ -71,8 +72,8 @@ def folded(plan: Plan, cost: Cost) -> tuple[Plan, Cost]:
     return replace(plan, tokens=lengths, parents=(), requires=requires, microbatches=microbatches), costs
 
 
-def _trees_of(sequences: Sequence[int], plan: Plan) -> Iterator[Tree]:
-    firsts, starts = plan.firsts, [place for place, one in enumerate(sequences) if plan.parents[one] is None]
+def _trees_of(sequences: Sequence[int], plan: Plan, firsts: Sequence[int]) -> Iterator[Tree]:
+    starts = [place for place, one in enumerate(sequences) if plan.parents[one] is None]
     for start, stop in zip(starts, [*starts[1:], len(sequences)], strict=True):
         those = tuple(sequences[start:stop])
         yield Tree(those, tuple((firsts[one], firsts[one] + plan.tokens[one]) for one in those))

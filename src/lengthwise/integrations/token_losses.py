@@ -159,7 +159,7 @@ def refuse_unequal(used: Tensor, exact: Tensor, *, where: str, expected: str) ->
     exact: by log-probabilities and entropies, (2, tokens).
 
     Raises:
-        ConfigError: it is another.
+        ConfigError: they differ.
     """
     apart = max((exact[0] - used[0]).abs().max().item(), exact[1].abs().max().item())
     if apart > _UNEQUAL * exact.abs().max().item():

@@ -42,9 +42,16 @@ def _trees(
 ) -> tuple[tuple[int, ...], tuple[int | None, ...], list[Tree]]:
     """Return the tokens and parents of all sequences of a plan, those of the batch first, and its trees."""
     tokens, parents, trees = list(lengths), list[int | None]([None] * len(lengths)), list[Tree]()
-    for run in _runs(lengths, shared, most_tokens):
+    runs = [*_runs(lengths, shared, most_tokens)][::-1]
+    while runs:
+        run = runs.pop()
+        parts = [*_tree(run, lengths, shared)]
+        if len(run) > 1 and sum(stop - start for start, stop, *_ in parts) > most_tokens:
+            half = len(run) // 2  # prefixes in prefixes that differ by a few tokens are not all shared
+            runs += [run[half:], run[:half]]
+            continue
         sequences, spans = list[int](), list[tuple[int, int]]()
-        for start, stop, leaf, parent_place in _tree(run, lengths, shared):
+        for start, stop, leaf, parent_place in parts:
             parent = None if parent_place is None else sequences[parent_place]
             sequences.append(len(tokens) if leaf is None else leaf)
             spans.append((start, stop))

@@ -2,7 +2,7 @@
 
 All positions share the borders of chunks, so without a window no mask is needed: a position's own keys are one causal
 block; both its query chunks see the low chunk of a lower position; its high chunk sees both chunks of a higher one. A
-window drops and trims blocks. Sequences that continue another one see all of it.
+window drops and trims blocks. `branches` adds the blocks of sequences that continue another one.
 """
 
 from __future__ import annotations

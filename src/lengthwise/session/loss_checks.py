@@ -143,7 +143,7 @@ class KnownShare(partial[Tensor]):
     labels_alone = True
 
     def of_labels(self, labels_alone: bool) -> KnownShare:
-        """Return itself, after it was said whether tokens without a label do not count."""
+        """Set `labels_alone`, and return itself."""
         self.labels_alone = labels_alone
         return self
 
