@@ -11,7 +11,8 @@ Seconds are processor seconds of the process from a step's start to its end, mea
 the machine moves them little. Memory is the most that the process held, less what it held before it trained.
 
 `--of prompts` measures what prompts that rows share save: steps of two sessions in turn, one with
-`share_prefixes="off"`, on the same rows with the session's own loss. Seconds are medians without the first step.
+`share_prefixes="off"`, on the same rows with the session's own loss. Seconds are medians without the first step; tokens
+and the prediction are of the last one.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from lengthwise import Session
 from lengthwise.integrations.trl import GRPOTrainer
+from lengthwise.planner.prefixes import saved_ratio
 from pages import Findings, markdown, parse_options
 
 VOCAB, GROUP = 512, 8
@@ -225,7 +227,7 @@ def shared_rows(sizes: Sizes) -> Iterator[tuple[object, ...]]:
         plan = results["auto"].plan
         assert plan.parents, f"{name}: the plan shares no prompt"
         off, auto = (statistics.median(seconds[way][1:]) for way in ("off", "auto"))
-        predicted = 1 - plan.notes["predicted_seconds"] / plan.notes["seconds_apart"]
+        predicted = saved_ratio(plan)
         computed = f"{tokens:,}", f"{sum(plan.tokens):,}"
         yield name, *computed, f"{off:.2f}", f"{auto:.2f}", f"{1 - auto / off:.0%}", f"{predicted:.0%}"
 

@@ -6,7 +6,6 @@ first step of a few tokens makes the optimizer's states; the peak is that of the
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from lengthwise.attention.kernels import Block, Gradients, Saved
 from lengthwise.attention.varlen import Documents, VarlenKernel
 from lengthwise.comm import Lone, Mesh, SoloTransport, Transport
 from lengthwise.config import LoraConfig, OptimizerConfig
-from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
+from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import Choice, StepMemory, shape_from_config
 from lengthwise.engine.byte_watch import LiveBytes
 from lengthwise.engine.measuring import Layout, SmallPasses, measure_microbatch
@@ -188,30 +187,6 @@ def measured_peak(cell: Cell) -> int:
         return live.peak_bytes
 
     return work(SoloTransport()) if cell.degree == 1 else max(run_ranks(work, cell.degree))
-
-
-def drawn(number: int, seed: int = 0) -> list[Cell]:
-    """Draw cells that differ in everything at once."""
-    choose = random.Random(seed)
-    layouts = ((1, 1), (1, 1), (2, 1), (2, 2), (4, 1), (4, 2))
-    cells = []
-    for _ in range(number):
-        degree, heads = choose.choice(layouts)
-        tokens = choose.choice((512, 1024, 1536, 2048, 3072, 4096))
-        cells.append(
-            Cell(
-                family=choose.choice(list(FAMILIES)),
-                precision=choose.choice(("fp32", "bf16")),
-                recompute=choose.choice(RECOMPUTE_KINDS),
-                offload=choose.choice((0.0, 0.0, 0.5, 1.0)),
-                logits_at_once=choose.choice((1 << 20, 1 << 18, None)),
-                degree=degree,
-                heads=heads,
-                tokens=min(tokens, 4096 // degree) if degree > 1 else tokens,
-                documents=choose.choice((1, 1, 4)),
-            )
-        )
-    return cells
 
 
 def predicted_at_start(cell: Cell, *, branches: bool = True) -> float:

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lengthwise.attention import Opened, convolve_spans, scan_spans, states
 from lengthwise.attention.halos import Halo
 from lengthwise.attention.mixing import LocalSpans
+from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import TransferError
 from lengthwise.core.plan import Piece
 from lengthwise.program import Mixing, far_peers, lower_plan
@@ -150,15 +151,19 @@ def check_scan(plan, is_matrix):
     check(plan, rows, lambda spans, x: scan_spans(spans, x, scan), whole_text(scan))
 
 
-def check_convolution(plan, width):
-    draw = torch.Generator().manual_seed(0)
-    weight = torch.randn(3, width, generator=draw, dtype=torch.float64)
+def convolution(width):
+    """Return a causal convolution of rows (rows, 3)."""
+    weight = torch.randn(3, width, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
     def convolve(rows):
         padded = torch.nn.functional.pad(rows.t(), (width - 1, 0))[None]
         return torch.nn.functional.conv1d(padded, weight[:, None], groups=3)[0].t()
 
-    rows = []
+    return convolve
+
+
+def check_convolution(plan, width):
+    draw, convolve, rows = torch.Generator().manual_seed(0), convolution(width), []
     for length in plan.tokens:
         x, grad = (torch.randn(1, length, 3, generator=draw, dtype=torch.float64) for _ in range(2))
         rows.append(({"x": x.requires_grad_()}, grad))
@@ -174,17 +179,17 @@ def check_convolution(plan, width):
 TREES = replace(
     make_plan(
         3,
-        (9, 2, 6, 1, 7, 3, 8, 2, 1, 11, 4, 5, 12),
+        (9, 2, 6, 1, 7, 3, 8, 2, 1, 11, 4, 3, 5, 12),
         [
             [Piece(ranks=(1,), sequences=(0, 1, 2, 3, 4, 5))],
             [
-                Piece(ranks=(2, 0, 1), sequences=(6, 7, 8, 9, 10), shares=(1.0, 0.0, 2.0)),
-                Piece(ranks=(0,), sequences=(11,)),
+                Piece(ranks=(2, 0, 1), sequences=(6, 7, 8, 9, 10, 11), shares=(1.0, 0.0, 2.0)),
+                Piece(ranks=(0,), sequences=(12,)),
             ],
-            [Piece(ranks=(1, 2), sequences=(12,))],
+            [Piece(ranks=(1, 2), sequences=(13,))],
         ],
     ),
-    parents=(None, 0, 1, 1, 0, None, None, 6, 7, 8, 6, None, None),
+    parents=(None, 0, 1, 1, 0, None, None, 6, 7, 8, 6, 6, None, None),
 )
 
 
@@ -193,8 +198,41 @@ def test_a_sequence_begins_with_the_state_after_the_one_that_it_continues(is_mat
     check_scan(TREES, is_matrix)
 
 
+def test_whole_sequences_run_together_by_level_and_return_states_only_to_those_that_continue_them():
+    program, transport = lower_plan(TREES, 1)[0], SimpleNamespace(rank=1)
+    groups = LocalSpans(program, transport, 40, SimpleNamespace(recomputation=None)).whole  # 28 tokens, and padding
+    assert [(each.numbers, each.parents, each.are_continued) for each in groups] == [
+        ((5, 6), (), False),
+        ((0,), (), True),
+        ((4,), (0,), False),
+        ((1,), (0,), True),
+        ((2, 3), (1, 1), False),
+    ]
+
+
 def test_a_convolution_reads_the_tokens_of_all_that_a_sequence_continues():
     check_convolution(TREES, 7)
+
+
+def test_backward_of_a_convolution_writes_no_more_than_the_rows_that_others_continue():
+    """A slice of all rows would write all of them: 30 times as long with 64 prompts of 64 tokens."""
+    written = []
+
+    class Slices(TorchDispatchMode):
+        def __torch_dispatch__(self, function, _types, arguments=(), named=None):
+            result = function(*arguments, **(named or {}))
+            if function.overloadpacket == torch.ops.aten.slice_backward:
+                written.append(len(result))
+            return result
+
+    plan = make_plan(1, (8, 40, 40, 9, 40, 40), [Piece(ranks=(0,), sequences=(0, 1, 2, 3, 4, 5))])
+    (program,) = lower_plan(replace(plan, parents=(None, 0, 0, None, 3, 3)), 0)
+    spans = LocalSpans(program, SoloTransport(), 180, SimpleNamespace(recomputation=None))
+    rows = torch.randn(180, 3, dtype=torch.float64, requires_grad=True)
+    out = convolve_spans(spans, rows, Halo(spans, 4), convolution(4))
+    with Slices():
+        out.sum().backward()
+    assert sorted(written) == [8, 9]
 
 
 # One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state.

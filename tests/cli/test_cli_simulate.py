@@ -9,7 +9,7 @@ import pytest
 
 from cli.simulate_calls import OWN, SMALL, simulate
 from lengthwise import cost
-from lengthwise.cli.sources import drawn_batch
+from lengthwise.cli.sources import drawn_batch, listed_lengths
 
 
 def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, capsys) -> None:
@@ -111,6 +111,15 @@ def test_drawn_batches_take_every_sequence_before_any_twice() -> None:
     assert sorted(twice[:4]) == known
     assert 100 <= sum(twice) < 140
     assert drawn_batch(known, 100, 1) == twice != drawn_batch(known, 100, 2)
+
+
+def test_published_lengths_with_prompts_fill_batches_within_the_context() -> None:
+    """At least the asked tokens, prompts counted; a batch without its last sequence has fewer."""
+    batches, context = listed_lengths("github").batches(200_000, 2, 4096, prompt_tokens=1024)
+    assert batches[0] != batches[1]
+    for batch in batches:
+        assert 1024 < min(batch) < max(batch) == context == 4096
+        assert sum(batch[:-1]) < 200_000 <= sum(batch)
 
 
 def test_simulate_lets_all_planners_choose_offload_heads_and_recomputation(tmp_path, capsys) -> None:

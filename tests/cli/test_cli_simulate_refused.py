@@ -38,7 +38,7 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
         (["--lengths", "github", "--recompute", "auto"], "--recompute"),
         *(
             (["--lengths", "github", "--branches", wrong], "--branches: expected 2 or more completions x 17 or more")
-            for wrong in ("8", "0x10", "8x0", "ax3")
+            for wrong in ("8", "1x1K", "8x16", "8x0", "ax3")
         ),
         (["--lengths", "github", "--branches", "8x1K", "--context", "1K"], "more than the 1024 tokens of a prompt"),
         (["--lengths", "github", "--branches", "8x1K", "--details"], "--branches: expected nothing beside planners"),

@@ -9,7 +9,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import torch.nn.functional as F
-from grpo_runs import in_place, prompts
+from grpo_runs import GROUP, in_place, prompts
+from grpo_runs import SETTINGS as OF_GRPO
 from preferences import tokenizer
 from safetensors.torch import load_file
 from trainers import Kept, weights_of
@@ -21,27 +22,18 @@ with warnings.catch_warnings():
 
     from lengthwise.integrations.async_grpo import AsyncGRPOTrainer as Planned  # noqa: F401
 
-GROUP, LONGEST = 4, 100
+LONGEST = 100
 SETTINGS = {
+    **OF_GRPO,
+    "gradient_accumulation_steps": 1,
+    "max_completion_length": 2048,
     "max_steps": 3,
-    "token_budget": 0,
-    "num_generations": GROUP,
-    "learning_rate": 3e-3,
-    "logging_steps": 1,
-    "max_grad_norm": 0.3,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
-    "seed": 3,
-    "gradient_checkpointing": False,
-    "log_level": "error",
     "model_init_kwargs": {"dtype": torch.float64},
+    "token_budget": 0,
 }
 
 
-def rollouts(count=48, version=0):
+def rollouts(count=48):
     """Return rollouts in groups with one prompt, few of them long, some with a tool's tokens, one that trains none."""
     draw = random.Random(11)
     for group in range(count // GROUP):
@@ -63,7 +55,7 @@ def rollouts(count=48, version=0):
                 completion_mask=np.array([0] * len(prompt) + mask),
                 old_log_probs=np.array(logps, np.float32),
                 advantage=draw.uniform(-2, 2),
-                model_version=version,
+                model_version=0,
                 group_id=group,
                 metrics=metrics,
             )

@@ -1,6 +1,7 @@
 """AsyncGRPO on ranks gives what plain TRL gives in one process: weights, those of the server, and logged numbers."""
 
-from dataclasses import asdict
+from collections import defaultdict
+from dataclasses import asdict, replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from grpo_runs import compared
 from peft import LoraConfig
 from preferences import model
 from trainers import difference, in_trainers
+from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 from trl.experimental.async_grpo.packing import TreeRow
 
 from lengthwise.core.errors import ConfigError, DataError, Problems, RankError
@@ -83,9 +85,24 @@ def test_a_rollout_that_trl_drops_is_trained(tmp_path, saved):
         trained(Plain, tmp_path, 1, saved, config={**once, "token_budget": budget}) for budget in (90, whole)
     )
     found = trained(Planned, tmp_path, 1, saved, config=once, capacity_tokens=128)
+    rows = [len(each.input_ids) for each in list(rollouts())[:12] if any(each.completion_mask)]
+    assert (len(rows), found["trainer"]._last.num_tokens) == (11, sum(rows))  # one that trains nothing does not run
     assert dropped["logs"][0]["batch/dropped_oversize_total"] == 1.0
     compared(found, expected, but=(*OTHERS, "sample/"))  # TRL has read one more, to see that it does not fit
     assert difference(found["weights"], dropped["weights"]) > 1e-3
+
+
+def test_rollouts_of_weights_that_are_too_old_are_not_trained(tmp_path, saved):
+    fresh, once = list(rollouts(12)), {"max_steps": 1, "max_staleness": 1}  # the first step has version 1
+    stale = [replace(each, model_version=-1, advantage=9.0) for each in fresh]
+    expected, found = (
+        trained(Planned, tmp_path, 1, saved, samples=samples, config=once, capacity_tokens=128)
+        for samples in (fresh, [*stale, *fresh])
+    )
+    assert found["logs"][0]["sample/dropped_stale_total"] == 12.0
+    assert [found["logs"][0][name] for name in ("loss", "grad_norm")] == [
+        expected["logs"][0][name] for name in ("loss", "grad_norm")
+    ]
 
 
 class Squared:
@@ -127,6 +144,8 @@ def test_what_a_plan_cannot_keep_is_refused_in_one_message(tmp_path, saved, monk
     with pytest.raises(Problems) as raised:
         trained(Planned, tmp_path, 1, saved, config={"token_budget": 64}, stages=2)
     assert {each.where for each in raised.value.problems} == {"token_budget", "stages"}
+    with pytest.raises(ConfigError, match="evaluate: expected train"):
+        trained(Planned, tmp_path, 1, saved, config={"eval_on_start": True}, capacity_tokens=128)
     monkeypatch.setattr(async_grpo, "AsyncRolloutWorker", Worker)
     with pytest.raises(ConfigError, match=r"max_completion_length: expected at most 127, .* got 2048"):
         trained(Planned, tmp_path, 1, saved, capacity_tokens=128)
@@ -142,10 +161,42 @@ def test_rollouts_that_no_update_can_take_end_the_training_by_name(tmp_path, sav
         trained(Planned, tmp_path, 1, saved, samples=samples, capacity_tokens=128)
 
 
+def test_a_rank_that_waits_for_the_queue_of_the_first_gets_signs_of_it(monkeypatch):
+    """Else the group's timeout ends a wait that is long, and Ctrl-C on the first rank leaves the others waiting."""
+    monkeypatch.setattr(async_grpo, "_SIGN_SECONDS", 0.0)
+    sent, looks = [], iter([None, None, KeyboardInterrupt("pressed")])
+
+    def check_health(_):
+        if (error := next(looks)) is not None:
+            raise error
+
+    queue, read = Worker(list(rollouts())[:6]).rollout_buffer, defaultdict(list)
+    reader = RolloutQueueDataset(queue, lambda: 0, check_health, stale_after_s=300.0, metrics=read)
+    first = iter(async_grpo._Shared(reader, 4, log=lambda _: None, share=lambda given: (sent.append(given), given)[1]))
+    update = next(first)
+    with pytest.raises(KeyboardInterrupt):
+        next(first)
+    assert [each if isinstance(each, str) else each and len(each) for each in sent] == [
+        *[*[None] * 4, 4],
+        *[*[None] * 5, "KeyboardInterrupt: pressed"],  # of two rollouts, and three looks at an empty queue
+    ]
+    assert read["sample/rollout_queue_size"] == [5.0, 4.0, 3.0, 2.0, 1.0, 0.0]
+    other = iter(async_grpo._Shared(None, 4, log=lambda _: None, share=lambda _: sent.pop(0)))
+    assert next(other) == update
+    with pytest.raises(RankError, match="rank 0: expected rollouts; got KeyboardInterrupt: pressed"):
+        next(other)
+
+
 def test_all_ranks_end_when_the_worker_of_the_first_fails(tmp_path, saved):
+    """After an update in which one of them has no token that trains."""
+    samples = list(rollouts())[:13]
+    for each in samples[:12]:
+        each.completion_mask[:] = 0
+    samples[1].completion_mask[-3:] = 1  # of 100 tokens; the other rank has those in the middle
+
     def work(_rank):
         with pytest.raises((RuntimeError, RankError)) as raised:
-            trained(Planned, tmp_path, 2, saved, samples=list(rollouts())[:13], capacity_tokens=64)
+            trained(Planned, tmp_path, 2, saved, samples=samples, capacity_tokens=64)
         return str(raised.value)
 
     first, second = in_trainers(work, 2, tmp_path)

@@ -17,6 +17,7 @@ from trl.trainer.utils import pad
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
 from lengthwise.integrations.rollouts import joined
+from lengthwise.integrations.token_losses import TokenSum
 from tiers import more
 
 pytestmark = [
@@ -64,7 +65,7 @@ CASES = {
     "steps per generation": {"steps_per_generation": 4, "max_steps": 4, "rows": 24},
     "sampled elsewhere, sequences": {**SERVER, "vllm_importance_sampling_mode": "sequence_mask"},
     "off-policy mask": {**TOKENS, "off_policy_mask_threshold": 0.05, "loss_type": "grpo"},
-    "adapters, KL, over the ranks": {"beta": 0.1, **OFF},
+    "adapters, KL, over the ranks": {"beta": 0.1, "use_bias_correction_kl": True, **OFF},
     "recomputed": {},
 }
 
@@ -157,6 +158,18 @@ def test_a_loss_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch
     monkeypatch.setattr(Planned, "_is_sum", lambda _: True)
     with pytest.raises(ConfigError, match=r"loss_type: expected .* got a gradient that differs from TRL's"):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"loss_type": "vespo", **OFF})
+
+
+@pytest.mark.parametrize("used", [[1.0, 2.01], [1.0, float("nan")]])
+def test_a_gradient_that_is_not_trls_is_refused(used):
+    as_sum = TokenSum(columns={}, weights_of=lambda *_: torch.zeros(0), where="loss", expected="a sum")
+    exact, other = torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([used])
+    as_sum.check(exact[:1], exact)
+    as_sum.check(other, exact * float("nan"))  # of a model that diverged, as in TRL
+    with pytest.raises(ConfigError, match=r"loss: expected a sum, as in TRL 1.16; got a gradient that differs"):
+        as_sum.check(other, exact)
+    with pytest.raises(ConfigError, match="a gradient that differs"):
+        as_sum.check(exact[:1], exact + torch.tensor([[0.0], [0.1]]))  # by entropies
 
 
 def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved):

@@ -141,6 +141,8 @@ def test_wrong_arguments_of_the_session_are_refused_beside_the_trainers_when_it_
     with pytest.raises(Problems) as raised:
         PlannedTrainer(model=small_model(torch.float32), **wrong)
     assert {each.where for each in raised.value.problems} == wrong.keys()
+    with pytest.raises(ConfigError, match=r"recompute: .* Set gradient_checkpointing=True"):
+        planned(arguments(tmp_path), recompute="layer")
 
 
 TABLES = {"list": lambda rows: rows, "datasets": Dataset.from_list}

@@ -1,5 +1,6 @@
 """Packages for layers with states and convolutions: calls by their contract, their proof, and which a model takes."""
 
+import itertools
 import sys
 import threading
 from collections import Counter
@@ -61,6 +62,24 @@ def test_any_plan_is_exact_by_calls_that_packages_take(name, monkeypatch):
         assert found.gradient <= 1e-12
         assert calls[name] > 0
         calls.clear()
+
+
+@pytest.mark.parametrize("name", [DELTA_RULE, MAMBA2, more(KDA)])
+def test_a_scan_takes_and_returns_states_only_as_asked(name):
+    model, draw = skeleton_of(FAMILY[name]), torch.Generator().manual_seed(0)
+    layer, lengths = layers_of(model)[0], [37, 1, 5]
+    tokens = {
+        each: x[:, :43] if x.dim() > 2 else x for each, x in mixer_choice._drawn(name, layer, torch.float32).items()
+    }
+    how = {"use_qk_l2norm_in_kernel": True}
+    if name == MAMBA2:
+        how = {each: tokens.pop(each) for each in ("A", "D", "dt_bias")} | {"chunk_size": 16, "dt_softplus": True}
+    run, plain = PACKAGES[name].make(STAND_INS[name]).run, plain_kernel(name, mixers.plain_function(model, name)).run
+    _, after = plain(tokens, lengths, before=None, states=True, **how)
+    for before, states in itertools.product([None, torch.randn(after.shape, generator=draw)], [True, False]):
+        found, wanted = (each(tokens, lengths, before=before, states=states, **how) for each in (run, plain))
+        torch.testing.assert_close(found, wanted)
+        assert (found[1] is not None) == states
 
 
 @pytest.mark.parametrize("name", [DELTA_RULE, MAMBA2, CONVOLUTION, more(KDA)])

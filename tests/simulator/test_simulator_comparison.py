@@ -20,8 +20,10 @@ from lengthwise.simulator import (
     best_mesh,
     compare,
     compare_layouts,
+    comparison,
     stretches,
 )
+from lengthwise.simulator.found import TooLarge
 from lengthwise.simulator.layouts import layout_seconds
 from lengthwise.simulator.rivals import BY_WORK, ONE_RING, PACKED, PADDED, LockStep, lock_steps
 from tiers import more
@@ -74,7 +76,7 @@ def test_a_rival_takes_the_best_of_all_its_settings(name: str) -> None:
     [
         (2000, "Prompts computed once: 58.3 % fewer tokens"),
         (150, "not computed once: that would save {saved:.1f} % of the predicted time; "),
-        (50, "not computed once: that would save 4.1 % of the tokens; "),
+        (50, "not computed once: that would add "),
     ],
 )
 def test_prompts_are_computed_once_where_that_pays_and_by_ours_alone(prompt_tokens: int, told: str) -> None:
@@ -97,6 +99,33 @@ def test_prompts_are_computed_once_where_that_pays_and_by_ours_alone(prompt_toke
         assert saved == pytest.approx(1 - 1 / times, rel=0.01)
         assert f"{times:.2f}x as long" in note
     assert branches_notes(apart) == []
+    assert any(each.startswith("Layouts of Lengthwise, each sequence whole: ") for each in answer_notes(found))
+
+
+def test_completions_of_a_prompt_follow_each_other_longest_first() -> None:
+    """The last prompt has fewer; a prompt's last token is of each completion."""
+    shared = Branches(completions=2, prompt_tokens=20).shared([30, 40, 50, 25, 60])
+    assert (shared.order, shared.common) == ((1, 0, 2, 3, 4), (0, 19, 0, 19, 0))
+
+
+def test_notes_say_in_how_many_steps_prompts_are_shared_and_why_they_are_not(monkeypatch) -> None:
+    """The second step has one completion of its prompt; figures of other steps are put in by hand."""
+    scenario = Scenario(shape=named_shape("qwen3-0.6b"), hardware=H100, devices=1, kinds=("layer",))
+    scenario = replace(scenario, branches=Branches(completions=8, prompt_tokens=2000))
+    found = compare([[3000] * 16, [3000]], scenario)
+    assert "Prompts computed once in 1 of 2 steps: " in branches_notes(found)[0]
+    assert branches_json(found)["saved_seconds_ratio"][1] is None
+    steps = [replace(each, saved_ratio=-0.02, features=frozenset()) for each in found.ours.any_mesh.steps]
+    slower = replace(found.shared, any_mesh=replace(found.ours.any_mesh, steps=tuple(steps)))
+    assert "not computed once: that would add 2.0 % to the" in branches_notes(replace(found, shared=slower))[0]
+
+    def too_large(*_: object, **__: object) -> Found:
+        raise TooLarge("memory of a device", expected="10 GB", got="11 GB", remedy="Use more devices.")
+
+    monkeypatch.setattr(comparison, "run_batches", too_large)
+    found = compare([[3000] * 16], scenario)
+    assert found.ours == found.apart
+    assert "not computed once: the GPUs hold no prompt together with two of its" in branches_notes(found)[0]
 
 
 def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:

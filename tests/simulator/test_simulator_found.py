@@ -93,6 +93,10 @@ def test_prompts_computed_once_take_the_work_of_their_own_tokens() -> None:
     for name in ("num_tokens", "flops", "ideal_seconds"):
         assert once.mean(name) == whole.mean(name)
     assert once.tokens_per_second == pytest.approx(8 * 1500 / once.mean_seconds)
+    few = Branches(completions=4, prompt_tokens=120)  # 6 of 8 prompts are 6 % of the tokens, 3 % of the seconds
+    would = run_batches("lengthwise", [lengths], setting, shared=few.shared)
+    assert (would.step_seconds, whole.steps[0].saved_ratio) == (whole.step_seconds, None)
+    assert would.steps[0].saved_ratio == pytest.approx(6 * (119e-3 + 119**2 * 1e-6) / whole.mean_seconds)
 
 
 def test_trace_shows_chosen_ranks_from_start_to_end() -> None:

@@ -28,24 +28,26 @@ class Halo:
         number_of = {span.key: number for number, span in enumerate(spans.spans)}
         self.sent: list[slice] = []
         """Local rows of the round's messages."""
-        self.kept: dict[tuple[int, int], int] = {}
-        """Local rows (first, stop) that go before other spans of this rank, numbered after the arriving messages."""
+        self.kept: dict[tuple[int, int, int], int] = {}
+        """Rows (span, first, stop) that go before other spans of this rank, numbered after the arriving messages."""
         self.before: list[list[int]] = [[] for _ in spans.spans]
-        """What is put before a span after zeros, by span: numbers of arriving messages and of local rows."""
+        """What is put before a span after zeros, by span: numbers of arriving messages and of kept rows."""
         self.zeros = [width - 1 for _ in spans.spans]
         arriving = itertools.count()
         for move in halo_moves(program, width, rank):
             source, target = number_of.get(move.source), number_of.get(move.target)
-            rows = (0, 0)
-            if source is not None:
-                first = spans.spans[source].row - spans.spans[source].start
-                rows = first + move.start, first + move.stop
-            if target is None:
-                self.sent.append(slice(*rows))
-                continue
+            if source is None:
+                number = next(arriving)
+            else:
+                span = spans.spans[source]
+                first, stop = move.start - span.start, move.stop - span.start
+                if target is None:
+                    self.sent.append(slice(span.row + first, span.row + stop))
+                    continue
+                number = self.kept.setdefault((source, first, stop), len(self.round.receives) + len(self.kept))
+            assert target is not None, f"a move of other ranks: {move}"
             self.zeros[target] -= move.stop - move.start
-            kept = len(self.round.receives) + len(self.kept)
-            self.before[target].append(next(arriving) if source is None else self.kept.setdefault(rows, kept))
+            self.before[target].append(number)
 
 
 class _Halos(torch.autograd.Function):
@@ -86,9 +88,10 @@ def convolve_spans(spans: LocalSpans, rows: Tensor, halo: Halo, convolve: Callab
     arrived: tuple[Tensor, ...] = ()
     if halo.round.sends or halo.round.receives:
         rows, *arrived = _Halos.apply(rows, spans, halo)  # pyright: ignore[reportAssignmentType, reportGeneralTypeIssues]
-    lengths, parts, sizes = spans.lengths, list[Tensor](), list[int]()
-    others = [*arrived, *(rows[first:stop] for first, stop in halo.kept)]
-    for number, own in enumerate(rows.split(lengths)):
+    owns, parts, sizes = rows.split(spans.lengths), list[Tensor](), list[int]()
+    # Of a span, not of `rows`: backward of a slice writes as many rows as it was cut from.
+    others = [*arrived, *(owns[span][first:stop] for span, first, stop in halo.kept)]
+    for number, own in enumerate(owns):
         before = [others[each] for each in halo.before[number]]
         parts += [rows.new_zeros(halo.zeros[number], rows.shape[1]), *before, own]
         sizes += [halo.zeros[number] + sum(len(each) for each in before), len(own)]

@@ -47,8 +47,8 @@ class Join(NamedTuple):
 class CutPiece:
     """A rank's spans of one cut piece: low ones and, except on the last position, high ones.
 
-    low, high: numbers of `LocalSpans.spans`, one per sequence. joins: what continues what, on position 0, where
-    sequences begin and end.
+    low, high: numbers of `LocalSpans.spans`, one per sequence. joins: which sequences continue which, on position 0
+    alone, where sequences begin and end.
     """
 
     low: tuple[int, ...]
@@ -77,21 +77,20 @@ class LocalSpans:
 
     @cached_property
     def whole(self) -> tuple[WholeSpans, ...]:
-        """Spans of whole sequences and of padding, all after those that they continue."""
-        parents = {number: parent for number in range(len(self.spans)) if (parent := self._parent(number)) is not None}
+        """Spans of whole sequences and of padding in two groups a level, after those that they continue."""
+        parents = {number: self._parent(number) for number, is_cut in enumerate(self.is_cut) if not is_cut}
         levels, continued = dict[int, int](), {*parents.values()}
         found: dict[tuple[int, bool], list[int]] = {}
-        for number, is_cut in enumerate(self.is_cut):
-            if not is_cut:
-                levels[number] = levels[parents[number]] + 1 if number in parents else 0
-                found.setdefault((levels[number], number in continued), []).append(number)
+        for number, parent in parents.items():
+            levels[number] = 0 if parent is None else levels[parent] + 1
+            found.setdefault((levels[number], number in continued), []).append(number)
         return tuple(
             WholeSpans(
                 numbers=tuple(numbers),
-                parents=tuple(parents[number] for number in numbers if level),
+                parents=tuple(parent for number in numbers if (parent := parents[number]) is not None),
                 are_continued=are_continued,
             )
-            for (level, are_continued), numbers in sorted(found.items())
+            for (_, are_continued), numbers in sorted(found.items())
         )
 
     @cached_property
@@ -107,7 +106,7 @@ class LocalSpans:
         }
 
     def _joins(self, low: Sequence[int]) -> Iterator[Join]:
-        """Yield the joins of sequences, of which none comes before the join of which its source is a target."""
+        """Yield the joins of sequences in an order in which one is a target before it is a source."""
         if not self.program.parents or self.spans[low[0]].position:
             return
         place_of, runs = {number: place for place, number in enumerate(low)}, [list[range]() for _ in low]
@@ -121,7 +120,7 @@ class LocalSpans:
             yield from (Join(slice(place, place + 1), slice(run.start, run.stop)) for run in own)
 
     def _parent(self, number: int) -> int | None:
-        """Return the first span of the sequence that a span's continues, on the position where both begin."""
+        """Return the first span of the sequence that a span's sequence continues, or None if it continues none."""
         span, parents = self.spans[number], self.program.parents
         parent = parents[span.sequence] if parents and span.piece != _PADDING else None
         return None if parent is None else self._first_of[parent]

@@ -1,17 +1,14 @@
 """Layers with a state that runs through a sequence (gated delta rule, KDA, Mamba 2), and through what it continues.
 
-Whole sequences run from the state after the one that they continue, or from zero. A rank computes each span of a cut
-sequence once, from a state of zero, and its map S -> A S + B. A sweep between neighbours (`program.spans`) gives every
-span the state before it, whose contribution is added to the outputs. With L_j, H_j the maps of position j's low and
-high span, S_0 = 0 and N_(d-1) the map of the last position's single span:
+Whole sequences run from the states after those that they continue, or from zero. A span of a cut sequence runs from
+zero, and gives its map S -> A S + B. A sweep between neighbours (`program.spans`) brings the state before it, whose
+contribution is added to the outputs. With L_j, H_j the maps of position j's low and high span, N_(d-1) the last one's:
 
     up     S_(j+1) = L_j(S_j)                  the state before the low span
     down   N_j = H_j . N_(j+1) . L_j           N_(j+1)(L_j(S_j)) is the state before the high one
 
-Where sequences continue others, position 0 waits for N_1 and takes H_0(N_1(L_0(S_0))) of a sequence as S_0 of those
-that continue it. Backward is the same sweep with low and high exchanged and maps transposed, in which a sequence begins
-with the sum of what comes from those that continue it. States are fp32 (fp64 under fp64), maps
-multiply in fp64 (docs/decisions/states-by-sweep.md).
+S_0 is zero, or N_0(S_0) of the continued sequence. Backward exchanges low and high and transposes maps. States are fp32
+(fp64 under fp64), maps multiply in fp64 (docs/decisions/states-by-sweep.md).
 """
 
 from __future__ import annotations
@@ -92,7 +89,7 @@ class Scan(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs (1, rows, ...) of whole sequences and, if asked for, the states after them.
 
-        before: the states before them, as those after them (sequences, heads, ...); None: zeros.
+        before: the states before them, (sequences, heads, ...) like those after them. If None, zeros.
         """
         ...
 
@@ -117,7 +114,7 @@ class _PieceInSweep:
 
     @cached_property
     def before(self) -> Tensor:
-        """The states before its first span: those that arrived, or after all maps have arrived those at its start."""
+        """The states before its first span. On position 0 they follow from the maps, which must have arrived."""
         states = torch.zeros_like(self.first.b)
         for sources, targets in self._joins:
             after = self.first.of(sources)(states[sources])
@@ -229,7 +226,8 @@ def scan_spans(spans: LocalSpans, tokens: Mapping[str, Tensor], scan: Scan) -> T
     readers = dict(zip(cut, opened.reader.split(cut_lengths, dim=1), strict=True))
     slots = [each for piece in spans.cut_pieces.values() for each in (piece.low, piece.high) if each]
     place = {number: where for where, number in enumerate(cut)}
-    maps = [torch.cat([x[place[number]][None] for number in slot]) for slot in slots for x in (opened.a, opened.b)]
+    by_span = opened.a.split(1), opened.b.split(1)
+    maps = [torch.cat([x[place[number]] for number in slot]) for slot in slots for x in by_span]
     numbers = sorted(outs)
     kind = opened.out.device.type
     with torch.autocast(kind, enabled=False):

@@ -228,8 +228,8 @@ class Simulate:
         if self.lora is not None:
             attempt(partial(read_whole, "--lora", self.lora))
         branches = None if self.branches is None else attempt(partial(read_branches, self.branches))
-        of_rows = (("--lora", self.lora), ("--offload-optimizer", self.offload_optimizer or None))
-        for option, given in (*of_rows, ("--branches", self.branches)):
+        of_rows = {"--lora": self.lora, "--branches": self.branches}
+        for option, given in (of_rows | {"--offload-optimizer": self.offload_optimizer or None}).items():
             if given is not None and self.is_detailed:
                 remedy = "Leave out one of them."
                 expected = "nothing beside planners in detail, which train whole models and sequences on the devices"

@@ -84,12 +84,8 @@ class Plan:
     @property
     def firsts(self) -> tuple[int, ...]:
         """The position of each sequence's first token, in a checked plan: the number of tokens that it continues."""
-        found = [0] * len(self.tokens)
-        for sequence, parent in enumerate(self.parents):
-            while parent is not None:
-                found[sequence] += self.tokens[parent]
-                parent = self.parents[parent]
-        return tuple(found)
+        lines = (line_to(sequence, self.parents) for sequence in range(len(self.tokens)))
+        return tuple(sum(self.tokens[one] for one in line[:-1]) for line in lines)
 
     @property
     def ring_tokens(self) -> int:
@@ -128,6 +124,14 @@ class Plan:
     def from_json(cls, text: str, where: str = "plan") -> Plan:
         """Read a plan file; raise PlanError for invalid JSON, a repeated key, a wrong field or an unknown feature."""
         return _read_plan(text, where)
+
+
+def line_to(sequence: int, parents: Sequence[int | None]) -> list[int]:
+    """Return the sequences that a sequence continues, in the order of the text, and then itself."""
+    line = [sequence]
+    while parents and (parent := parents[line[-1]]) is not None:
+        line.append(parent)
+    return line[::-1]
 
 
 def _microbatch_json(microbatch: Microbatch) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class Cost:
     embedding_seconds, head_seconds: per token, parts of `linear_seconds` of all stages, used to cut layers; 0: not
         measured.
     choices: what pieces whose `Choice` is not given may choose.
-    trees: (length, squared tokens of attention, tokens of a block) of what counts as one sequence of this length
-        (`cost.trees`), by length.
+    trees: of what counts as one sequence of a length (`cost.trees`), by length: (length, squared tokens of attention
+        inside of its sequences and tokens of a block of these, squared tokens between sequences and tokens of a block).
 
     Raises:
         ConfigError: a coefficient that is negative or not finite, all of them zero, or invalid links.
@@ -105,7 +105,7 @@ class Cost:
     embedding_seconds: float = 0.0
     head_seconds: float = 0.0
     choices: Choices = _NOTHING
-    trees: tuple[tuple[float, float, float], ...] = ()
+    trees: tuple[tuple[float, float, float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         coefficients = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_seconds")}
@@ -228,27 +228,42 @@ class Cost:
 
     def attention_seconds(self, tokens: Floats, positions: Numbers) -> Floats:
         """Return the attention of sequence i in seconds, all ranks together; smaller blocks run slower."""
-        seconds = self.quadratic_seconds * self.seen_pairs(tokens)
-        if not self.block_efficiency:
+        seconds = self._blocks_seconds(self._whole_pairs(tokens), tokens / positions)
+        if not self.trees:
             return seconds
+        (own, own_block, shared, shared_block), is_tree = self._trees_at(tokens)
+        of_trees = self._blocks_seconds(own, own_block / positions) + self._blocks_seconds(
+            shared, shared_block / positions
+        )
+        return np.where(is_tree, of_trees, seconds)
+
+    def _blocks_seconds(self, squared: Floats, tokens: Floats) -> Floats:
+        """Return the seconds of squared tokens in blocks of so many tokens."""
+        if not self.block_efficiency:
+            return self.quadratic_seconds * squared
         points, shares = zip(*self.block_efficiency, strict=True)
-        blocks = self._of_trees(2, tokens, tokens) / positions
-        return seconds / (np.interp(blocks, points, shares) * np.minimum(1.0, blocks / points[0]))
+        return (
+            self.quadratic_seconds * squared / (np.interp(tokens, points, shares) * np.minimum(1.0, tokens / points[0]))
+        )
 
     def seen_pairs(self, tokens: Floats) -> Floats:
         """Return the squared tokens of attention, entry i of sequence i: s^2 unless a window is shorter, or a tree."""
+        if not self.trees:
+            return self._whole_pairs(tokens)
+        (own, _, shared, _), is_tree = self._trees_at(tokens)
+        return np.where(is_tree, own + shared, self._whole_pairs(tokens))
+
+    def _whole_pairs(self, tokens: Floats) -> Floats:
         seen = tokens * tokens
         for window, share in self.windows:
             seen = seen - share * np.maximum(0.0, tokens - window) ** 2  # s^2 - (2 s w - w^2)
-        return self._of_trees(1, tokens, seen)
+        return seen
 
-    def _of_trees(self, entry: int, tokens: Floats, others: Floats) -> Floats:
-        """Return an entry of `trees` for the lengths that are trees, and `others` for all else."""
-        if not self.trees:
-            return others
-        columns = np.array(self.trees).T
-        place = np.minimum(np.searchsorted(columns[0], tokens), len(self.trees) - 1)
-        return np.where(columns[0][place] == tokens, columns[entry][place], others)
+    def _trees_at(self, tokens: Floats) -> tuple[Floats, NDArray[np.bool_]]:
+        """Return the columns of `trees` but the first, (4, entries), and which lengths are those of trees."""
+        lengths, *columns = np.array(self.trees).T
+        place = np.minimum(np.searchsorted(lengths, tokens), len(lengths) - 1)
+        return np.array(columns)[:, place], lengths[place] == tokens
 
     def hops_seconds(self, degree: int) -> float:
         """Return the part of a plain ring's seconds that depends only on its degree: latency of its ring steps."""

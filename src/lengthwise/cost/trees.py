@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lengthwise.core.plan import Plan
 from lengthwise.cost.terms import Cost
@@ -43,20 +44,36 @@ def lengths_of(trees: Sequence[Tree], cost: Cost, most_tokens: float = math.inf)
             length += 1
         lengths[number] = length
     own = replace(cost, trees=())
-    known = tuple((float(each), *_attention(shapes[each], own)) for each in sorted(shapes) if len(shapes[each]) > 1)
+    known = tuple(
+        (float(each), *map(float, _attention(shapes[each], own))) for each in sorted(shapes) if len(shapes[each]) > 1
+    )
     return tuple(lengths), replace(cost, trees=known)
 
 
-def _attention(spans: Sequence[tuple[int, int]], cost: Cost) -> tuple[float, float]:
-    """Return the squared tokens of a tree, and the tokens of a block whose speed is about the mean of its blocks.
+def _attention(spans: Sequence[tuple[int, int]], cost: Cost) -> tuple[float, float, float, float]:
+    """Return the squared tokens inside of a tree's sequences and between them, each with the tokens of its blocks.
 
-    The tokens of a sequence see themselves, a block as long as the sequence, and those that it continues, a block as
-    long as these (for all sequences at once, as `program.branches` has it), with 2 squared tokens a pair.
+    A sequence sees itself in a block of its length, and each one that it continues in one of that one's length (for all
+    sequences at once, as `program.branches` has it), with 2 squared tokens a pair. The block's tokens are the mean over
+    squared tokens, so that a long sequence keeps its speed.
     """
     firsts, stops = np.array(spans, dtype=np.float64).T
-    squared = float((cost.seen_pairs(stops) - cost.seen_pairs(firsts)).sum())
-    by_length = float(((stops - firsts) * (1 + 2 * (firsts > 0))).sum())  # squared tokens over the block's length
-    return squared, squared / by_length
+    own = cost.seen_pairs(stops - firsts)
+    shared = cost.seen_pairs(stops) - cost.seen_pairs(firsts) - own
+    between, blocks = shared.sum(), firsts / np.maximum(1, _depths(spans))
+    block = (shared * blocks).sum() / between if between else 1.0
+    return own.sum(), (own * (stops - firsts)).sum() / own.sum(), between, block
+
+
+def _depths(spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
+    """Return how many others each sequence of a tree continues. spans: depth first."""
+    depths, path = list[int](), list[int]()  # path: stops of the sequences that the next one may continue
+    for first, stop in spans:
+        while path and path[-1] != first:
+            path.pop()
+        depths.append(len(path))
+        path.append(stop)
+    return np.array(depths)
 
 
 def folded(plan: Plan, cost: Cost) -> tuple[Plan, Cost]:

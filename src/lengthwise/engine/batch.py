@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import DataError
-from lengthwise.core.plan import Plan
+from lengthwise.core.plan import Plan, line_to
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
@@ -53,10 +53,8 @@ class StepBatch:
         found, firsts, row_of = copy.copy(self), plan.firsts, dict[int, int]()
         for row in range(len(self.ids)):
             assert firsts[row] + plan.tokens[row] == self.lengths[row], f"sequence {row} of {self.lengths[row]} tokens"
-            one: int | None = row
-            while one is not None:
-                row_of.setdefault(one, row)
-                one = plan.parents[one] if plan.parents else None
+            for sequence in line_to(row, plan.parents):
+                row_of.setdefault(sequence, row)
         found._starts = [(row_of[sequence], first) for sequence, first in enumerate(firsts)]
         return found
 

@@ -1,13 +1,12 @@
 """What a microbatch holds on this rank, measured by small passes of the model itself.
 
-1. One sequence is cut as a plan would cut it, or is two, of which one continues the other. This rank runs its part
-  alone; what others send is zeros. A chunk of a stage runs on random hidden states, and its backward on a gradient of
-  zeros.
+1. One sequence is cut as a plan would cut it, or its second half continues its first one. This rank runs its part
+  alone; what others send is zeros. A chunk of a stage runs on random hidden states, its backward on zeros.
 2. Everything that an operation makes counts until it is freed; on GPUs, the allocator's peak between two saved tensors,
   in the second pass of a size. Offload can remove what autograd saved until backward uses it.
-3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where routing
-  or scans make their operations differ, lines go through the highest moments of forward, loss and backward. A line that
-  falls is refused.
+3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where their
+  operations differ (routing, scans), lines go through the highest moments of forward, loss and backward. Falling lines
+  are refused.
 
 Why so: docs/decisions/capacity-measured.md.
 """

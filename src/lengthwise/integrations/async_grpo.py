@@ -14,41 +14,37 @@ TRL calls this trainer experimental, so `lengthwise.integrations.trl` does not i
 from __future__ import annotations
 
 import copy
+import pickle
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from trl.experimental import async_grpo
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, RankError
+from lengthwise.comm.exchange import broadcast_bytes, from_first
+from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, RankError, TransferError
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.batches import Examples
 from lengthwise.integrations.rollouts import refuse_long_completions
-from lengthwise.integrations.token_losses import (
-    SLOTS,
-    Answers,
-    TokenLossMixin,
-    called,
-    field_of,
-    refuse_unequal,
-    ungathered,
-)
+from lengthwise.integrations.token_losses import NUMBERS, SLOTS, Answers, TokenLossMixin, TokenSum, ungathered
 from lengthwise.session import Session, StepResult
 
-_NUMBERS, _KEPT = ("log_probs", "entropy"), ("old_log_probs", "advantage", "group_id")
+_KEPT = ("old_log_probs", "advantage", "group_id")
 _BY_TOKEN, _BY_TERM = ("input_ids", "position_ids", "shift_labels"), ("old_log_probs", "advantages", "segment_id")
 _COUNTS = ("global_n_tokens", "global_n_forward_tokens", "mean_seq_len")
 _OF_ATTENTION = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_max_seqlens")
+_SIGN_SECONDS = 1.0  # between signs of a rank that waits for its queue
 _OF_SAMPLES = "batch/masked_token_frac"  # others named batch/ are of the rows that TRL packs
 
 Rollout: TypeAlias = dict[str, Any]
@@ -65,13 +61,10 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
     ref_model = None
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
-        problems = list[LengthwiseError]()
+        problems = self._stages_problems("the first one sends all to the server")
         if (budget := arguments.token_budget or 0) > 0:
             got = f"{budget}, but it drops longer rollouts, and capacity_tokens bounds memory without that"
             problems.append(ConfigError("token_budget", expected="None or 0", got=got, remedy="Remove it."))
-        if (stages := self._session_options.get("stages", 1)) != 1:
-            got = f"{stages}, but a rank has some of the layers, and the first one sends all to the server"
-            problems.append(ConfigError("stages", expected="1", got=got, remedy="Give shard='zero3' in place of it."))
         return problems
 
     def _own(self, arguments: Any, callables: list[str]) -> Any:
@@ -84,8 +77,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
 
     def _start_session(self, optimizer: Any) -> Session:
         session = super()._start_session(optimizer)
-        (is_trls,) = broadcast_object_list([isinstance(self.rollout_worker, AsyncRolloutWorker)])  # on rank 0
-        if is_trls:
+        if from_first(session.engine.transport, lambda: isinstance(self.rollout_worker, AsyncRolloutWorker)):
             refuse_long_completions(session, self.args.max_completion_length)
         return session
 
@@ -93,14 +85,31 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         """Return the prompts as they are: the worker reads them."""
         return dataset
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse it: TRL's trainer generates for training alone.
+
+        Raises:
+            ConfigError: always.
+        """
+        remedy = "Read the rewards that it logs, or save the model and call evaluate of a GRPOTrainer."
+        got = "evaluate, which TRL's AsyncGRPOTrainer does not have"
+        raise ConfigError("evaluate", expected="train", got=got, remedy=remedy)
+
     # The queue.
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return a loader of updates, the same on all ranks."""
         super().get_train_dataloader()  # makes the reader of the queue
         size = self.args.per_device_train_batch_size * self.args.world_size * self.args.gradient_accumulation_steps
-        rollouts = _Shared(self._rollout_dataset, size, log=self._log_rollouts)
+        rollouts = _Shared(self._rollout_dataset, size, log=self._log_rollouts, share=self._of_first)
         return DataLoader(rollouts, batch_size=None, collate_fn=lambda update: update)
+
+    def _of_first(self, given: Any) -> Any:
+        """Return what rank 0 gives. Collective."""
+        transport = self._trained().engine.transport
+        transport.phase = "waiting for rollouts of rank 0's queue"
+        sent = broadcast_bytes(transport, None if transport.rank else pickle.dumps(given))
+        return pickle.loads(sent) if transport.rank else given  # noqa: S301 - of rank 0
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return the rollouts of the next update as the first of its batches, and how many of their tokens train.
@@ -141,41 +150,19 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
             for row, first in zip(rows, places, strict=False)
             if _trains(row)
         ]
-        size, columns = int(places[-1]), self._columns(rows)
-        counts = (normalizer, float(size), size / len(rows))
+        size, columns, as_sum = int(places[-1]), self._columns(rows), None
         self.current_gradient_accumulation_steps = 1  # the loss is that of the whole update
         if getattr(self.compute_loss, "__func__", None) is async_grpo.AsyncGRPOTrainer.compute_loss:
-            loss, result = self._update_of_sum(planned, columns, counts)
-        else:
-            planned = next(self._trained().batches([planned]))
-            numbers = self._gathered(self._session_of_model(), self.model_wrapped, planned, _NUMBERS, size)
-            loss, weights = self._loss(torch.stack([numbers[name] for name in _NUMBERS]), columns, counts)
-            result = self._backward(planned, dict(zip(_NUMBERS, weights, strict=True)))
+
+            def weights_of(numbers: Tensor, own: dict[str, Tensor]) -> Tensor:
+                return self._loss(numbers, own, (normalizer, 0.0, 1.0))[1][0]  # else TRL would count its tokens
+
+            expected = "a sum over tokens"
+            as_sum = TokenSum(columns=columns, weights_of=weights_of, where="compute_loss", expected=expected)
+        counts = (normalizer, float(size), size / len(rows))
+        loss, result = self._updated(planned, size, partial(self._loss, columns=columns, counts=counts), as_sum)
         self._step_microbatches, self._step_trained_tokens = len(result.plan.microbatches), normalizer
         self._current_train_step_time += time.perf_counter() - start
-        return loss, result
-
-    def _update_of_sum(self, planned: Any, columns: Mapping[str, Tensor], counts: Counts) -> tuple[float, StepResult]:
-        values = torch.zeros(3, int(counts[1]), dtype=self._wide, device=self.args.device)  # both numbers, the gradient
-        of_part = (counts[0], 0.0, 1.0)  # else TRL would count its tokens
-
-        def share(_model: Any, inputs: dict[str, Any]) -> Tensor:
-            slots, found = called(self.model_wrapped, inputs)
-            assert found.label_mask is not None, "TRL's head gives it"
-            labelled = found.label_mask[0]
-            slots, own = slots[labelled], [field_of(found, name)[labelled] for name in _NUMBERS]
-            if not len(slots):
-                return field_of(found, "log_probs").sum() * 0.0
-            numbers = torch.stack(own).detach().to(self._wide)
-            with self._unlogged():
-                _, weights = self._loss(numbers, {name: each[slots] for name, each in columns.items()}, of_part)
-            values.index_add_(1, slots, torch.cat([numbers, weights[:1]]))
-            return (own[0] * weights[0]).sum()
-
-        result = self._trained().backward(planned, compute_loss=self._plain(share), normalizer=1.0)
-        numbers, used = self._trained().sum_over_ranks(values).split(2)
-        loss, exact = self._loss(numbers, columns, counts)
-        refuse_unequal(used, exact, where="compute_loss", expected="a sum over tokens")
         return loss, result
 
     def _columns(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -201,7 +188,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         inputs |= {name: columns[name][has_term][None] for name in _BY_TERM}
         inputs |= {"token_index": has_term.nonzero().T, "attention_mask": torch.ones_like(inputs["input_ids"])}
         inputs |= dict.fromkeys(_OF_ATTENTION, torch.zeros(1, 2, dtype=torch.long, device=leaf.device))  # which has run
-        answers: Any = Answers({name: each[None] for name, each in zip(_NUMBERS, leaf, strict=True)})
+        answers: Any = Answers({name: each[None] for name, each in zip(NUMBERS, leaf, strict=True)})
         with ungathered(self.accelerator), torch.enable_grad():
             loss = self.compute_loss(answers, inputs)
         (gradient,) = torch.autograd.grad(loss, leaf)
@@ -217,33 +204,64 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
 
 
 class _Shared(IterableDataset[Examples]):
-    """Rollouts of rank 0's queue, `size` at a time, on all ranks. log: gets them on rank 0, as TRL reads them."""
+    """Rollouts of rank 0's queue, `size` at a time, on all ranks.
 
-    def __init__(self, queue: Iterable[Rollout] | None, size: int, *, log: Callable[[list[Rollout]], None]) -> None:
-        self._queue, self._size, self._log = queue, size, log
+    reader: TRL's, on rank 0. log: gets the rollouts there. share: returns on all ranks what rank 0 gives, which is
+    None while it waits for its queue.
+    """
+
+    def __init__(
+        self, reader: Any, size: int, *, log: Callable[[list[Rollout]], None], share: Callable[[Any], Any]
+    ) -> None:
+        self._reader, self._size, self._log, self._share = reader, size, log, share
+        if reader is not None:
+            reader.queue = _Polled(reader.queue, share)
 
     def __iter__(self) -> Iterator[Examples]:
         """Iterate without end. Collective.
 
         Raises:
             RankError: rank 0 could not read the queue; there the error is that of TRL or the worker.
+            TransferError: another rank has ended.
         """
-        queue = None if self._queue is None else iter(self._queue)
+        read = self._received if self._reader is None else partial(self._sent, iter(self._reader))
         while True:
-            sent, error = list[Any]([None]), None
-            if queue is not None:
-                try:
-                    samples = list(islice(queue, self._size))
-                    self._log(samples)
-                    sent = [tuple(map(_row, samples))]
-                except Exception as raised:  # noqa: BLE001 - of the worker; the other ranks wait
-                    error, sent = raised, [f"{type(raised).__name__}: {raised}"]
-            (found,) = broadcast_object_list(sent)
-            if error is not None:
-                raise error
-            if isinstance(found, str):
-                raise RankError("rank 0", expected="rollouts", got=found, remedy="See what rank 0 reports.")
-            yield Examples(rows=found, num_examples=self._size)
+            yield Examples(rows=read(), num_examples=self._size)
+
+    def _sent(self, reader: Iterator[Rollout]) -> tuple[Rollout, ...]:
+        try:
+            samples = list(islice(reader, self._size))
+            self._log(samples)
+            rows = tuple(map(_row, samples))
+        except TransferError:
+            raise
+        except BaseException as error:  # of the worker, or Ctrl-C; the other ranks wait
+            with suppress(TransferError):
+                self._share(f"{type(error).__name__}: {error}")
+            raise
+        return self._share(rows)
+
+    def _received(self) -> tuple[Rollout, ...]:
+        while (found := self._share(None)) is None:
+            pass
+        if isinstance(found, str):
+            raise RankError("rank 0", expected="rollouts", got=found, remedy="See what rank 0 reports.")
+        return found
+
+
+class _Polled:
+    """The worker's queue as TRL reads it, some seconds at a time: no other rank waits longer for a sign of rank 0."""
+
+    def __init__(self, queue: Any, share: Callable[[Any], Any]) -> None:
+        self._queue, self._share, self._shared = queue, share, time.monotonic()
+        self.qsize = queue.qsize
+
+    def get(self, timeout: float) -> Any:
+        """Return a rollout; raise queue.Empty after `timeout` seconds."""
+        if time.monotonic() - self._shared >= _SIGN_SECONDS:
+            self._share(None)
+            self._shared = time.monotonic()
+        return self._queue.get(timeout=timeout)
 
 
 def _row(sample: Rollout) -> Rollout:

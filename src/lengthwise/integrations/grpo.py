@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,18 +30,9 @@ from torch import Tensor, nn
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError
 from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.rollouts import OF_IMAGES, flat, joined, num_slots, planned_rows, refuse_long_completions
-from lengthwise.integrations.token_losses import (
-    OFFLOADING,
-    Answers,
-    TokenLossMixin,
-    called,
-    field_of,
-    refuse_unequal,
-    ungathered,
-)
+from lengthwise.integrations.token_losses import NUMBERS, OFFLOADING, Answers, TokenLossMixin, TokenSum, ungathered
 from lengthwise.session import Session, StepResult
 
-_NUMBERS = ("log_probs", "entropy")
 _TOKEN_SUMS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")  # loss types that are sums over tokens
 _OLD, _REFERENCE, _RATIO = "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"
 _SAMPLING = "sampling_per_token_logps"
@@ -63,13 +55,10 @@ class RolloutMixin(TokenLossMixin):
     """The state of this rank's random numbers, while all ranks have that of the first."""
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
-        problems = list[LengthwiseError]()
+        problems = self._stages_problems("generates with all")
         if getattr(arguments, "use_vllm", False) and arguments.vllm_mode != "server":
             got, remedy = f"{arguments.vllm_mode}, but {_COLOCATED}", "Start a vLLM server, and set vllm_mode='server'."
             problems.append(ConfigError("vllm_mode", expected="server", got=got, remedy=remedy))
-        if (stages := self._session_options.get("stages", 1)) != 1:
-            got = f"{stages}, but a rank has some of the layers, and generates with all"
-            problems.append(ConfigError("stages", expected="1", got=got, remedy="Give shard='zero3' in place of it."))
         return problems
 
     def _start_session(self, optimizer: Any) -> Session:
@@ -170,7 +159,7 @@ class RolloutMixin(TokenLossMixin):
         is_reference = self.ref_model is not None and model is self.ref_model
         session = self._session_of_reference() if is_reference else self._session_of_model()
         called_model = model if is_reference else self.model_wrapped
-        found = self._gathered(session, called_model, planned_rows([every]), _NUMBERS[:1], num_slots(every))
+        found = self._gathered(session, called_model, planned_rows([every]), NUMBERS[:1], num_slots(every))
         first = rows * self.args.process_index
         logps = found["log_probs"].view(every["completion_mask"].shape)
         return logps[first : first + rows, :logits_to_keep], None, None
@@ -194,41 +183,19 @@ class RolloutMixin(TokenLossMixin):
 
     def _update_by(self, batches: Sequence[Mapping[str, Any]]) -> tuple[float, StepResult]:
         rows, size = planned_rows(batches), sum(map(num_slots, batches))
-        if self._is_sum():
-            return self._update_of_sum(batches, rows, size)
-        planned = next(self._trained().batches([rows]))
-        numbers = self._gathered(self._session_of_model(), self.model_wrapped, planned, _NUMBERS, size)
-        loss, weights = self._loss(batches, torch.stack([numbers[name] for name in _NUMBERS]))
-        result = self._backward(planned, dict(zip(_NUMBERS, weights, strict=True)))
-        return loss, result
+        as_sum = self._as_sum(batches, size) if self._is_sum() else None
+        return self._updated(rows, size, partial(self._loss, batches), as_sum)
 
     def _is_sum(self) -> bool:
         """Return whether TRL's loss is a sum over tokens, with weights that do not depend on the model."""
         return False
 
-    def _update_of_sum(self, batches: Sequence[Mapping[str, Any]], rows: Any, size: int) -> tuple[float, StepResult]:
+    def _as_sum(self, batches: Sequence[Mapping[str, Any]], size: int) -> TokenSum:
         names = [name for name in (_OLD, _REFERENCE, _RATIO) if name in batches[0]]
         columns = {name: flat(batches, name) for name in ("advantages", *names)}
         columns["weights"] = self._weights_of_sum(batches, size)
-        values = torch.zeros(3, size, dtype=self._wide, device=self.args.device)  # both numbers, the gradient
-
-        def share(_model: Any, inputs: dict[str, Any]) -> Tensor:
-            slots, found = called(self.model_wrapped, inputs)
-            assert found.label_mask is not None, "TRL's head gives it"
-            labelled = found.label_mask[0]
-            slots, log_probs = slots[labelled], field_of(found, "log_probs")[labelled]
-            if not len(slots):
-                return field_of(found, "log_probs").sum() * 0.0
-            own = torch.stack([log_probs, field_of(found, "entropy")[labelled]]).detach().to(self._wide)
-            weights = self._weights_of_some(own, {name: each[slots] for name, each in columns.items()})
-            values.index_add_(1, slots, torch.cat([own, weights[None]]))
-            return (log_probs * weights).sum()
-
-        result = self._trained().backward(rows, compute_loss=self._plain(share), normalizer=1.0)
-        numbers, used = self._trained().sum_over_ranks(values).split(2)
-        loss, exact = self._loss(batches, numbers)
-        refuse_unequal(used, exact, where="loss_type", expected=f"the loss {self.loss_type} as a sum over tokens")
-        return loss, result
+        expected = f"the loss {self.loss_type} as a sum over tokens"
+        return TokenSum(columns=columns, weights_of=self._weights_of_some, where="loss_type", expected=expected)
 
     # TRL's loss.
 
@@ -241,7 +208,7 @@ class RolloutMixin(TokenLossMixin):
             for number, batch in enumerate(batches):
                 self.accelerator.gradient_state._set_sync_gradients(number == len(batches) - 1)
                 last, shape = first + num_slots(batch), batch["completion_mask"].shape
-                fields = {name: each[first:last].view(shape) for name, each in zip(_NUMBERS, leaf, strict=True)}
+                fields = {name: each[first:last].view(shape) for name, each in zip(NUMBERS, leaf, strict=True)}
                 # TRL divides by its part of the ranks' tokens; here one rank has all of them.
                 given = {**batch, **{name: batch[name] * ranks for name in ("num_items_in_batch",) if name in batch}}
                 losses.append(compute_loss(Answers(fields), given))
@@ -285,10 +252,7 @@ class RolloutMixin(TokenLossMixin):
         row = {"prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": ones, "completion_mask": ones}
         row["num_items_in_batch"] = torch.tensor(float(tokens), device=device)
         row |= {name: each[None] for name, each in columns.items() if name != "weights"}
-        with self._unlogged():
-            gradient = self._loss([row], numbers)[1][0]
-        unit = self._weights_of_sum([row], tokens)
-        return gradient * columns["weights"] / unit
+        return self._loss([row], numbers)[1][0] * columns["weights"] / self._weights_of_sum([row], tokens)
 
     # Evaluation.
 
@@ -297,9 +261,7 @@ class RolloutMixin(TokenLossMixin):
         state, whole = self.accelerator.gradient_state, self.args.eval_batch_size * self.args.world_size
         for prompts in dataloader:
             batch = self._prepare_inputs(prompts)
-            rows, size = planned_rows([batch]), num_slots(batch)
-            numbers = self._gathered(session, self.model_wrapped, rows, _NUMBERS, size)
-            loss, _ = self._loss([batch], torch.stack([numbers[name] for name in _NUMBERS]))
+            loss, _ = self._loss([batch], self._numbers(planned_rows([batch]), num_slots(batch)))
             # Accelerate cuts the last batch's copies of its loss to the remainder of the data set's prompts.
             weight = state.remainder / whole if state.end_of_dataloader and state.remainder > 0 else 1.0
             yield len(prompts), loss * weight, weight

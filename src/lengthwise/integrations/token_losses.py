@@ -6,25 +6,61 @@ where each token's prediction stands in it. Every rank runs TRL's loss, in which
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import has_dropout
 from lengthwise.session import Session, StepResult
 from lengthwise.session.loss_checks import ShareInChunks
+from lengthwise.session.row_batch import Row
 
 SLOTS = "slots"
+NUMBERS = ("log_probs", "entropy")
 _UNEQUAL = 1e-3  # relative; rounding is far less
 OFFLOADING: Refusal = (OFF, "its hooks would see a plan's microbatches")
+
+LossOf: TypeAlias = Callable[[Tensor], tuple[float, Tensor]]
+"""From log-probabilities and entropies of all tokens, (2, size), to TRL's loss and its gradient by them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSum:
+    """A loss that is a sum over tokens, so that each microbatch can compute its gradient.
+
+    columns: of all tokens, (size,) each. weights_of: from log-probabilities and entropies of some tokens, (2, tokens),
+    and their columns to the gradient of the loss by their log-probabilities, (tokens,). where, expected: of the error
+    if the gradient is another.
+    """
+
+    columns: Mapping[str, Tensor]
+    weights_of: Callable[[Tensor, dict[str, Tensor]], Tensor]
+    where: str
+    expected: str
+
+    def check(self, used: Tensor, exact: Tensor) -> None:
+        """Compare the gradient that microbatches used, (1, tokens), with that of TRL's loss of all tokens, (2, tokens).
+
+        Raises:
+            ConfigError: they differ, or the loss depends on entropies.
+        """
+        apart = (exact - F.pad(used, (0, 0, 0, 1))).abs().max().item()  # none by entropies
+        bound = _UNEQUAL * exact.abs().max().item()
+        if math.isfinite(bound) and not apart <= bound:  # TRL goes on where its own gradient is not finite
+            remedy = "Use the TRL that this version was tested with, or override the loss by the same."
+            got = f"a gradient that differs from TRL's by {apart:.1e}"
+            raise ConfigError(self.where, expected=f"{self.expected}, as in TRL 1.16", got=got, remedy=remedy)
 
 
 class TokenLossMixin(PlannedTrainerMixin):
@@ -35,6 +71,12 @@ class TokenLossMixin(PlannedTrainerMixin):
     def _check_division(self) -> None:
         """Accept a mean: TRL's loss gets all rows of a batch at once."""
         refuse_balance(self)
+
+    def _stages_problems(self, why: str) -> list[LengthwiseError]:
+        if (stages := self._session_options.get("stages", 1)) == 1:
+            return []
+        got, remedy = f"{stages}, but a rank has some of the layers, and {why}", "Give shard='zero3' in place of it."
+        return [ConfigError("stages", expected="1", got=got, remedy=remedy)]
 
     def _takes_whole_logits(self) -> bool:
         """Return False: TRL's head makes logits for some tokens and words at a time."""
@@ -85,6 +127,46 @@ class TokenLossMixin(PlannedTrainerMixin):
         session.sum_over_ranks(sums)
         found = dict(zip(names, sums, strict=True))
         return {name: values > 0.5 if name == "is_top1" else values for name, values in found.items()}
+
+    def _numbers(self, planned: Any, size: int) -> Tensor:
+        """Run the model forward by the plan; return log-probabilities and entropies of all tokens, (2, size)."""
+        found = self._gathered(self._session_of_model(), self.model_wrapped, planned, NUMBERS, size)
+        return torch.stack([found[name] for name in NUMBERS])
+
+    def _updated(
+        self, rows: list[Row], size: int, loss_of: LossOf, as_sum: TokenSum | None
+    ) -> tuple[float, StepResult]:
+        """Run forward and backward of an update; return TRL's loss and the result.
+
+        as_sum: the same loss as a sum over tokens. If None, the model runs forward once more.
+        """
+        if as_sum is not None:
+            return self._update_of_sum(rows, size, loss_of, as_sum)
+        planned = next(self._trained().batches([rows]))
+        loss, weights = loss_of(self._numbers(planned, size))
+        return loss, self._backward(planned, dict(zip(NUMBERS, weights, strict=True)))
+
+    def _update_of_sum(self, rows: list[Row], size: int, loss_of: LossOf, as_sum: TokenSum) -> tuple[float, StepResult]:
+        values = torch.zeros(3, size, dtype=self._wide, device=self.args.device)  # both numbers, the gradient
+
+        def share(_model: Any, inputs: dict[str, Any]) -> Tensor:
+            slots, found = called(self.model_wrapped, inputs)
+            assert found.label_mask is not None, "TRL's head gives it"
+            labelled = found.label_mask[0]
+            slots, own = slots[labelled], [field_of(found, name)[labelled] for name in NUMBERS]
+            if not len(slots):
+                return field_of(found, "log_probs").sum() * 0.0
+            numbers = torch.stack(own).detach().to(self._wide)
+            with self._unlogged():
+                weights = as_sum.weights_of(numbers, {name: each[slots] for name, each in as_sum.columns.items()})
+            values.index_add_(1, slots, torch.cat([numbers, weights[None]]))
+            return (own[0] * weights).sum()
+
+        result = self._trained().backward(rows, compute_loss=self._plain(share), normalizer=1.0)
+        numbers, used = self._trained().sum_over_ranks(values).split(2)
+        loss, exact = loss_of(numbers)
+        as_sum.check(used, exact)
+        return loss, result
 
     def _backward(self, planned: Any, weights: Mapping[str, Tensor]) -> StepResult:
         """Run the model forward and backward by the plan. weights: of the named values of all tokens, (size,) each."""
@@ -151,21 +233,6 @@ def ungathered(accelerator: Any) -> Iterator[None]:
     finally:
         for name, each in kept.items():
             setattr(accelerator, name, each)
-
-
-def refuse_unequal(used: Tensor, exact: Tensor, *, where: str, expected: str) -> None:
-    """Check the gradient by log-probabilities that microbatches used, (1, tokens), by that of TRL's loss of all tokens.
-
-    exact: by log-probabilities and entropies, (2, tokens).
-
-    Raises:
-        ConfigError: they differ.
-    """
-    apart = max((exact[0] - used[0]).abs().max().item(), exact[1].abs().max().item())
-    if apart > _UNEQUAL * exact.abs().max().item():
-        remedy = "Use the TRL that this version was tested with, or override the loss by the same."
-        got = f"a gradient that differs from TRL's by {apart:.1e}"
-        raise ConfigError(where, expected=f"{expected}, as in TRL 1.16", got=got, remedy=remedy)
 
 
 def refuse_balance(trainer: Any) -> None:

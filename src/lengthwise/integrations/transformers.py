@@ -69,6 +69,10 @@ class PlannedTrainerMixin(_Base):
 
     def __init__(self, *args: Any, **options: Unpack[TrainerOptions]) -> None:
         kwargs: dict[str, Any] = dict(options)
+        if "recompute" in kwargs:
+            remedy = "Set gradient_checkpointing=True in them for 'layer', or remove it."
+            got = f"recompute={kwargs['recompute']!r} of the trainer"
+            raise ConfigError("recompute", expected="activation checkpointing by the arguments", got=got, remedy=remedy)
         self.session: Session | None = None
         self._session_options = {name: kwargs.pop(name) for name in StepOptions.__annotations__ if name in kwargs}
         self._reading: Iterator[Any] | None = None

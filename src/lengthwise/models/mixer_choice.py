@@ -123,7 +123,7 @@ def fault_of(
 
 
 def _computed(name: str, kernel: MixerKernel, layer: Any, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a kernel's outputs, maps and gradients for random tokens."""
+    """Return a kernel's outputs, maps, states and gradients for random tokens."""
     inputs = {each: x.detach().clone().requires_grad_() for each, x in tokens.items()}
     if name == CONVOLUTION:
         rows, weight, bias = inputs["rows"], inputs["weight"], inputs.get("bias")

@@ -157,13 +157,8 @@ def _run_delta_rule(
     value: Tensor,
     g: Tensor,
     beta: Tensor,
-    *,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    assert initial_state is None, "a plan begins every sequence anew"
-    assert not output_final_state, "a plan keeps no state for later calls"
     scan = DeltaRule(kernel, **_taken(asked, "use_qk_l2norm_in_kernel"))
     tokens = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
     return scan_spans(planned.local_spans, tokens, scan), None
@@ -177,15 +172,8 @@ def _run_mamba2(
     A: Tensor,  # noqa: N803 - the names that transformers has
     B: Tensor,  # noqa: N803
     C: Tensor,  # noqa: N803
-    *,
-    initial_states: Tensor | None = None,
-    return_final_states: bool = False,
-    z: Tensor | None = None,
     **asked: Any,
 ) -> Tensor:
-    assert initial_states is None, "a plan begins every sequence anew"
-    assert not return_final_states, "a plan keeps no state for later calls"
-    assert z is None, "a gate inside of the scan"
     scan = Mamba2(kernel, A, **_taken(asked, "chunk_size", "D", "dt_bias", "dt_softplus", "dt_limit"))
     return scan_spans(planned.local_spans, {"hidden_states": hidden_states, "dt": dt, "B": B, "C": C}, scan)
 
@@ -210,6 +198,8 @@ def _run_convolution(
 
 def _taken(asked: Mapping[str, Any], *names: str) -> dict[str, Any]:
     """Return the arguments of these names; the others are for kernels that keep packs apart by themselves."""
+    refused = [name for name in _REFUSED if asked.get(name) is not None and asked[name] is not False]
+    assert not refused, f"expected no state of a cache and no gate inside a scan, got {refused}"
     return {name: asked[name] for name in names if name in asked}
 
 
@@ -219,6 +209,7 @@ _SCANS: dict[str, Callable[..., Any]] = {
     MAMBA2: _run_mamba2,
 }
 _PLANNED = {**_SCANS, CONVOLUTION: _run_convolution}
+_REFUSED = ("initial_state", "output_final_state", "initial_states", "return_final_states", "z")
 _OTHERS = ("mamba_selective_scan",)  # a state a channel and entry, and a function without forward's arguments
 _FUSED = "mamba2_split_conv1d_scan_combined"  # a whole Mamba 2 layer in one kernel, or None: the layer does its parts
 _seen: WeakSet[nn.Module] = WeakSet()

@@ -11,10 +11,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
+
 from lengthwise.core.plan import Plan
 from lengthwise.core.prefixes import LEAST_SHARED_TOKENS, SharedPrefixes
 from lengthwise.cost import Cost, Tree, lengths_of
 from lengthwise.program.features import with_requires
+
+
+def work_left(lengths: Sequence[int], shared: SharedPrefixes, most_tokens: int, cost: Cost) -> float | None:
+    """Return the arithmetic of a step with trees of at most `most_tokens` over that of whole rows; None without trees.
+
+    It takes milliseconds, a plan up to seconds.
+    """
+    tokens, _, trees = _trees(lengths, shared, most_tokens)
+    if len(tokens) == len(lengths):
+        return None
+    known_as, costs = lengths_of(trees, cost, most_tokens)
+    once, whole = (each.compute_seconds(np.array(of)).sum() for each, of in ((costs, known_as), (cost, lengths)))
+    return float(once / whole)
 
 
 def plan_shared(
@@ -35,6 +50,18 @@ def plan_shared(
     plan = plan_lengths(known_as, costs)
     microbatches = plan.replacing(lambda tree: trees[tree].sequences)
     return with_requires(replace(plan, tokens=tokens, parents=parents, microbatches=microbatches))
+
+
+def saved_ratio(plan: Plan) -> float | None:
+    """Return the share of the predicted seconds that prefixes computed once save.
+
+    Of a plan that computes each sequence whole: what they would save, below 0 if they cost time. None if only one of
+    the two plans was made.
+    """
+    notes, predicted = plan.notes, float(plan.notes["predicted_seconds"])
+    if "seconds_apart" in notes:
+        return 1 - predicted / float(notes["seconds_apart"])
+    return 1 - float(notes["seconds_shared"]) / predicted if "seconds_shared" in notes else None
 
 
 def _trees(

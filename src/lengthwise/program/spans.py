@@ -1,18 +1,16 @@
 """What layers without attention pass along a cut sequence: states of scans, and the tokens before a convolution.
 
-A position computes each of its *spans* at once: its low and its high chunk, of the last position both together. A scan
-maps the state before a span to the state after it. In a *sweep* of d - 1 rounds between neighbours, each position
-learns the states before its spans:
+The *spans* of a position are its low and its high chunk, of the last position both together. In a *sweep* of d - 1
+rounds it learns the states before them:
 
     up,   round r: position r -> r + 1          the state before the low span of r + 1
     down, round r: position d-1-r -> d-2-r      the map of all tokens between the two spans of d-2-r
 
-A sequence that continues another one begins with the state after it. Position 0 holds the first and the last span of
-every sequence, so it knows the maps of whole sequences when all maps have arrived, and with them these states. Where a
-piece has such sequences, the rounds up begin after those down. Backward sweeps in the same rounds.
+If sequences continue others, rounds up follow those down, because position 0 needs all maps to begin
+(docs/decisions/states-by-sweep.md). Backward has the same rounds.
 
-A convolution over `width` tokens needs the width - 1 tokens before each span, its *halo*, of the sequence or of those
-that it continues: one round, from beyond neighbours only if chunks are shorter.
+A convolution over `width` tokens needs the width - 1 tokens before each span, its *halo*, also of continued sequences:
+one round, beyond neighbours only if chunks are shorter.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lengthwise.core.cut import chunk_bounds
-from lengthwise.core.plan import Piece
+from lengthwise.core.plan import Piece, line_to
 from lengthwise.program.lower import MicrobatchProgram
 from lengthwise.program.records import Content, RankRound, Round, Transfer
 from lengthwise.program.ring_order import far_from, ring_peers
@@ -140,7 +138,7 @@ def halo_moves(program: MicrobatchProgram, width: int, rank: int | None = None) 
         count = 2 * piece.degree - 1
         held = range(count) if position is None else {position, count - 1 - position}
         for sequence in piece.sequences:
-            line = _line_to(sequence, program.parents)
+            line = line_to(sequence, program.parents)
             if count == len(line) == 1:
                 continue
             bounds = _line_bounds([program.tokens[one] for one in line], piece)
@@ -169,7 +167,7 @@ def _span_bounds(length: int, piece: Piece) -> tuple[int, ...]:
 
 
 def _line_bounds(lengths: Sequence[int], piece: Piece) -> tuple[int, ...]:
-    """Return the borders of the spans of sequences of which each continues the one before."""
+    """Return the borders of the spans of sequences that continue one another, in order."""
     bounds = _span_bounds(lengths[0], piece)
     for length in lengths[1:]:
         bounds = (*bounds, *(bounds[-1] + bound for bound in _span_bounds(length, piece)[1:]))
@@ -192,14 +190,6 @@ def _halo_pairs(bounds: Sequence[int], number: int, width: int) -> Iterator[tupl
             break
         if bounds[target] < bounds[target + 1]:
             yield target, number
-
-
-def _line_to(sequence: int, parents: Sequence[int | None]) -> list[int]:
-    """Return the sequences that a sequence continues, in the order of the text, and then itself."""
-    line = [sequence]
-    while parents and (parent := parents[line[0]]) is not None:
-        line.insert(0, parent)
-    return line
 
 
 def _sweep_length(program: MicrobatchProgram) -> int:

@@ -25,7 +25,7 @@ def branches_notes(comparison: Comparison) -> list[str]:
         return []
     found = None if comparison.shared is None else comparison.shared.any_mesh
     if found is None or not _sharing(found):
-        return [f"Prompts are not computed once: {_obstacle(comparison, found)}."]
+        return [f"Prompts are not computed once: {_obstacle(found)}."]
     sharing = _sharing(found)
     steps = f" in {sharing} of {counted(len(found.steps), 'step')}" * (sharing < len(found.steps))
     once = f"Prompts computed once{steps}: {percent(_saved_tokens(found))} fewer tokens than in whole sequences"
@@ -33,19 +33,14 @@ def branches_notes(comparison: Comparison) -> list[str]:
     return [f"{once}, as FSDP2 computes them; {whole}, {apart.mean_seconds / found.mean_seconds:.2f}x as long."]
 
 
-def _obstacle(comparison: Comparison, found: Found | None) -> str:
+def _obstacle(found: Found | None) -> str:
     """Say why no plan shares prompts. found: what was planned for it."""
-    branches, batches = comparison.scenario.branches, comparison.batches
-    assert branches is not None, "said of shared prompts alone"
     least = f"Lengthwise does it where it saves more than {100 * LEAST_SAVED:.0f} % of the time"
     saved = [] if found is None else [step.saved_ratio for step in found.steps if step.saved_ratio is not None]
     if saved:
         ratio = sum(saved) / len(saved)
         would = f"save {percent(ratio)} of" if ratio > 0 else f"add {percent(-ratio)} to"
         return f"that would {would} the predicted time; {least}"
-    most = sum(sum(branches.shared(batch).common) for batch in batches) / sum(map(sum, batches))
-    if most < LEAST_SAVED:
-        return f"that would save {percent(most)} of the tokens; {least}"
     return "the GPUs hold no prompt together with two of its completions"
 
 

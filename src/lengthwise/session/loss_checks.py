@@ -33,7 +33,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import Objective
 from lengthwise.session.engine import Engine
-from lengthwise.session.losses import ComputeLoss, OfModel, OfOutputs, TokenLoss, Tokens
+from lengthwise.session.losses import IN_CHUNKS, OF_USER, ComputeLoss, LossKind, OfModel, OfOutputs, TokenLoss, Tokens
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.row_batch import RowBatch, rows_of
 from lengthwise.session.source import PlannedStep
@@ -134,24 +134,20 @@ class SumCheck(LossCheck):
 
 
 class KnownShare(partial[Tensor]):
-    """A `ComputeLoss` that is known to return a share, so it is not checked; it may make all logits of a microbatch.
+    """A `ComputeLoss` that is known to return a share, so it is not checked; it may make all logits of a microbatch."""
 
-    labels_alone: whether tokens without a label do not count.
-    """
-
-    whole_logits = True
-    labels_alone = True
+    kind = replace(IN_CHUNKS, whole_logits=True)
 
     def of_labels(self, labels_alone: bool) -> KnownShare:
-        """Set `labels_alone`, and return itself."""
-        self.labels_alone = labels_alone
+        """Set whether tokens without a label do not count, and return itself."""
+        self.kind = replace(self.kind, labels_alone=labels_alone)
         return self
 
 
 class ShareInChunks(KnownShare):
     """A `KnownShare` that makes logits of a few tokens or words at a time."""
 
-    whole_logits = False
+    kind = IN_CHUNKS
 
 
 @dataclass
@@ -194,18 +190,11 @@ class ShareCheck(LossCheck):
         self.known.add(self.made_of)
 
 
-def takes_whole_logits(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> bool:
-    """Return whether a step's loss may need all logits of a microbatch at once."""
+def kind_of(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> LossKind:
+    """Return what plans for a step's loss depend on."""
     if isinstance(compute_loss, KnownShare):
-        return compute_loss.whole_logits
-    return loss is not None or compute_loss is not None
-
-
-def counts_labels_alone(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> bool:
-    """Return whether a step's loss is known to leave out tokens without a label."""
-    if isinstance(compute_loss, KnownShare):
-        return compute_loss.labels_alone
-    return loss is None and compute_loss is None
+        return compute_loss.kind
+    return IN_CHUNKS if loss is None and compute_loss is None else OF_USER
 
 
 def objective_of(

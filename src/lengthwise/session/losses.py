@@ -52,6 +52,21 @@ class Tokens:
         )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossKind:
+    """What plans for a loss depend on.
+
+    whole_logits: whether it may need all logits of a microbatch at once. labels_alone: whether tokens without a label
+    are known not to count, so that rows may share them.
+    """
+
+    whole_logits: bool
+    labels_alone: bool
+
+
+IN_CHUNKS = LossKind(whole_logits=False, labels_alone=True)
+OF_USER = LossKind(whole_logits=True, labels_alone=False)
+
 TokenLoss: TypeAlias = Callable[[Any, Tokens], Tensor]
 """Returns a sum over `Tokens`, from the model's outputs (with `logits`, (1, tokens, vocabulary)) and the tokens."""
 ComputeLoss: TypeAlias = Callable[[nn.Module, dict[str, Any]], Tensor]

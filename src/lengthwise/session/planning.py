@@ -17,6 +17,7 @@ from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.engine import Engine
+from lengthwise.session.losses import IN_CHUNKS, LossKind
 from lengthwise.session.source import PlannedStep, StepPlanner
 
 
@@ -31,15 +32,14 @@ _WHOLE = {"logits": "whole"}  # a note of plans
 class SessionPlanning:
     """Planning for losses in chunks, and for losses over whole logits; both are the same under a given capacity.
 
-    expects_whole: whether steps are planned ahead for whole logits. expects_labels: whether for a loss of labels alone,
-    in which prefixes without labels may be shared; shares: whether they may at all. process: the planner's process, on
-    rank 0. priced: returns a planning with the costs and speeds of ranks measured since.
+    expects: the loss for which steps are planned ahead. shares: whether rows may share prefixes without labels.
+    process: the planner's process, on rank 0. priced: returns a planning with the costs and speeds of ranks measured
+    since.
     """
 
     chunked: StepPlanning
     whole: StepPlanning
-    expects_whole: bool = False
-    expects_labels: bool = True
+    expects: LossKind = IN_CHUNKS
     shares: bool = False
     process: PlannerProcess | None = None
     priced: Callable[[StepPlanning], StepPlanning] = _as_it_is
@@ -47,46 +47,45 @@ class SessionPlanning:
     def start(self, process: PlannerProcess) -> StepPlanner:
         """Plan with a process from now on; return a function that plans a step ahead for the losses then expected."""
         self.process = process
-        return lambda batch: self._plan(process, self.priced(self.ahead), batch, self.expects_labels)
+        return lambda batch: self._plan(process, self.priced(self.ahead), batch, self.expects)
 
-    def plan(self, engine: Engine, batch: StepBatch, name: str, *, whole: bool, labels: bool) -> PlannedStep:
-        """Plan a batch for a loss over whole logits, or in chunks. Collective. name: the step in messages.
-
-        labels: whether tokens without a label do not count in the loss.
+    def plan(self, engine: Engine, batch: StepBatch, name: str, loss: LossKind) -> PlannedStep:
+        """Plan a batch for a loss. Collective. name: the step in messages.
 
         Raises:
             MemoryShortage: whole logits of 128 tokens do not fit.
         """
-        planning = self.of(whole=whole)
-        process = self.process
-        return engine.planned(batch, name, process and (lambda batch: self._plan(process, planning, batch, labels)))
+        planning, process = self.of(loss), self.process
+        return engine.planned(batch, name, process and (lambda batch: self._plan(process, planning, batch, loss)))
 
     def _plan(
-        self, process: PlannerProcess, planning: StepPlanning, batch: StepBatch, labels: bool
+        self, process: PlannerProcess, planning: StepPlanning, batch: StepBatch, loss: LossKind
     ) -> tuple[str, float]:
-        return process.plan(planning, batch.lengths, batch.shared_prefixes() if self.shares and labels else None)
+        shares = self.shares and loss.labels_alone
+        return process.plan(planning, batch.lengths, batch.shared_prefixes() if shares else None)
 
     @property
     def ahead(self) -> StepPlanning:
         """The planning of steps planned ahead."""
-        return self.of(whole=self.expects_whole)
+        return self.of(self.expects)
 
-    def of(self, *, whole: bool) -> StepPlanning:
+    def of(self, loss: LossKind) -> StepPlanning:
         """Return the planning for losses over whole logits, or for losses in chunks.
 
         Raises:
             MemoryShortage: whole logits of 128 tokens do not fit.
         """
-        if whole and not self.whole.capacities:
+        if loss.whole_logits and not self.whole.capacities:
             expected = f"room for all logits of {STEP_TOKENS} tokens, which loss, compute_loss and values need"
             remedy = "Use the session's own losses, which make logits in chunks, or more ranks or memory."
             raise MemoryShortage("loss", expected=expected, got="less, as measured at the start", remedy=remedy)
-        return self.whole if whole else self.chunked
+        return self.whole if loss.whole_logits else self.chunked
 
-    def suits(self, plan: Plan, *, whole: bool, labels: bool) -> bool:
+    def suits(self, plan: Plan, loss: LossKind) -> bool:
         """Return whether a plan is for this session's ranks, fits into memory with the loss, and shares what may be."""
-        fits = plan.ranks == self.chunked.ranks and (not whole or self.whole.notes.items() <= plan.notes.items())
-        return fits and ((self.shares and labels) or not plan.parents)
+        fits = not loss.whole_logits or self.whole.notes.items() <= plan.notes.items()
+        shares = (self.shares and loss.labels_alone) or not plan.parents
+        return plan.ranks == self.chunked.ranks and fits and shares
 
 
 def for_whole_logits(planning: StepPlanning, held: Capacities) -> StepPlanning:

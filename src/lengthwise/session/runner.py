@@ -24,6 +24,7 @@ from lengthwise.engine.objective import Objective
 from lengthwise.engine.shortage import reporting_update
 from lengthwise.engine.step import RankResult
 from lengthwise.models import has_balance_loss
+from lengthwise.planner.prefixes import saved_ratio
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.report.figures import seconds
 from lengthwise.session.engine import Engine
@@ -236,8 +237,8 @@ def first_step_sentence(step: StepResult, planning: StepPlanning) -> str:
 
 def _shared_sentence(step: StepResult) -> str:
     """Say what prefixes computed once save, or nothing."""
-    if not step.plan.parents:
+    took = saved_ratio(step.plan)
+    if not step.plan.parents or took is None:
         return ""
     tokens = 1 - sum(step.plan.tokens) / step.num_tokens
-    took = 1 - float(step.plan.notes["predicted_seconds"]) / float(step.plan.notes["seconds_apart"])
     return f"; prompts that rows share are computed once: {tokens:.0%} fewer tokens, {took:.0%} less time predicted"

@@ -24,8 +24,8 @@ from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.models import placeholders, whole_model
 from lengthwise.session.agreement import Agreement, SessionStepEnd
 from lengthwise.session.keywords import SessionOptions
-from lengthwise.session.loss_checks import counts_labels_alone, objective_of, takes_whole_logits
-from lengthwise.session.losses import ComputeLoss, TokenLoss, TokenValues
+from lengthwise.session.loss_checks import kind_of, objective_of
+from lengthwise.session.losses import IN_CHUNKS, OF_USER, ComputeLoss, LossKind, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
 from lengthwise.session.model import num_words
 from lengthwise.session.own_loop import start_of_loop
@@ -170,16 +170,17 @@ class Session(SavedSession):
         """Tokens of the longest sequence that fits: on all ranks, or on one rank if the planner cuts no sequences."""
         return self._planning.ahead.longest_tokens
 
-    def expect(self, *, whole_logits: bool, labels_alone: bool = True) -> None:
-        """Plan coming steps for losses over whole logits (`loss`, `compute_loss`, `values`), or for losses in chunks.
-
-        labels_alone: whether tokens without a label do not count in the loss, so that rows may share prefixes.
+    def expect(self, *, whole_logits: bool) -> None:
+        """Plan coming steps for losses of your own (`loss`, `compute_loss`, `values`), or for losses in chunks.
 
         Raises:
             MemoryShortage: whole logits of 128 tokens do not fit.
         """
-        self._planning.of(whole=whole_logits)
-        self._planning.expects_whole, self._planning.expects_labels = whole_logits, labels_alone
+        self._expect(OF_USER if whole_logits else IN_CHUNKS)
+
+    def _expect(self, loss: LossKind) -> None:
+        self._planning.of(loss)
+        self._planning.expects = loss
 
     def backward(
         self,
@@ -206,9 +207,9 @@ class Session(SavedSession):
         how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
         trained = self._training("backward", **how)
         start, name = time.perf_counter(), f"step {self.steps + 1}"
-        needs = _needs_of(loss, compute_loss)
-        self.expect(**needs)
-        planned = self._planned(sequences, name, **needs, normalizer=normalizer)
+        kind = kind_of(loss, compute_loss)
+        self._expect(kind)
+        planned = self._planned(sequences, name, kind, normalizer=normalizer)
         objective, check = objective_of(self.engine, self.model, planned, known=self._known_losses, **how)
         with trained.collecting():
             result = self.runner.backward(planned, objective, check=check)
@@ -238,9 +239,9 @@ class Session(SavedSession):
         """
         trained = self._training("backward_by_sequence", combine=combine, values=values, per=per)
         refuse_dropout(self._inner)
-        start, step, whole = time.perf_counter(), self.steps + 1, values is not None
-        self.expect(whole_logits=whole, labels_alone=not whole)
-        planned = self._planned(sequences, f"step {step}", whole_logits=whole, labels_alone=not whole)
+        start, step, kind = time.perf_counter(), self.steps + 1, kind_of(values, None)
+        self._expect(kind)
+        planned = self._planned(sequences, f"step {step}", kind)
         found, sums, first = gather(self.engine, planned, values, per, f"step {step}", step=step)
         loss, weights = combined(found.gathered, sums, combine)
         objective = replace(found, weights=weights)
@@ -252,8 +253,7 @@ class Session(SavedSession):
         """Return the `values` of all tokens, one tensor (length, ...) a sequence, on every rank. Collective."""
         check_kinds(values=values)
         name = f"values after step {self.steps}"
-        whole = values is not None
-        planned = self._planned(sequences, name, whole_logits=whole, labels_alone=not whole)
+        planned = self._planned(sequences, name, kind_of(values, None))
         found, sums, _ = gather(self.engine, planned, values, "token", name, step=self.steps)
         return list(found.gathered.handed_on(sums))
 
@@ -269,7 +269,7 @@ class Session(SavedSession):
         how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
         check_kinds(**how)
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
-        planned = self._planned(sequences, name, **_needs_of(loss, compute_loss), normalizer=normalizer)
+        planned = self._planned(sequences, name, kind_of(loss, compute_loss), normalizer=normalizer)
         objective, check = objective_of(self.engine, self.model, planned, known=self._known_losses, **how)
         result = self.runner.evaluate(planned, objective, check=check)
         refuse_not_finite(f"{name}, loss", result.loss)
@@ -337,21 +337,14 @@ class Session(SavedSession):
         return self._trained(what) if optimizer is None or self._is_closed else optimizer
 
     def _planned(
-        self,
-        sequences: Sequence[Row] | PlannedStep,
-        name: str,
-        *,
-        whole_logits: bool,
-        labels_alone: bool,
-        **numbers: Any,
+        self, sequences: Sequence[Row] | PlannedStep, name: str, loss: LossKind, **numbers: Any
     ) -> PlannedStep:
         """Return a step on which the ranks agree; plan again if its plan does not suit its loss."""
         self._refuse_closed()
-        needs = {"whole": whole_logits, "labels": labels_alone}
-        plan = partial(self._planning.plan, self.engine, name=name, **needs)
+        plan = partial(self._planning.plan, self.engine, name=name, loss=loss)
         planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, **self._words))
-        self._agree(name, **{**numbers, "kind of loss": whole_logits})
-        return planned if self._planning.suits(planned.plan, **needs) else plan(planned.batch)
+        self._agree(name, **{**numbers, "kind of loss": str(loss)})
+        return planned if self._planning.suits(planned.plan, loss) else plan(planned.batch)
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; print the plan of the first one."""
@@ -360,9 +353,3 @@ class Session(SavedSession):
             self._has_said = True
             print(first_step_sentence(result, self._planning.ahead), flush=True)
         return result
-
-
-def _needs_of(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> dict[str, bool]:
-    """Return what plans for a loss depend on, as arguments of `Session.expect`."""
-    whole, labels = takes_whole_logits(loss, compute_loss), counts_labels_alone(loss, compute_loss)
-    return {"whole_logits": whole, "labels_alone": labels}

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Choice, StepMemory, analytic_cost, step_flops
 from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
+from lengthwise.planner.prefixes import saved_ratio
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import features_of, trains
 from lengthwise.simulator.clocks import simulate_plan
@@ -34,8 +34,7 @@ class SimulatedStep:
 
     loader_seconds: what all ranks wait for data. bound_seconds: of the plan, without the step's end. ideal_seconds: of
     the batch on these devices. num_tokens, flops: of whole sequences, without padding. computed_tokens: those of the
-    plan, padding and prefixes as often as they are computed. saved_ratio: of the predicted seconds, what prefixes that
-    are computed once save, or would save in a plan that computes sequences whole. If None, no plan shares any.
+    plan, padding and prefixes as often as they are computed. saved_ratio: of the plan (`planner.prefixes.saved_ratio`).
     recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or microbatch. features: that the
     plan uses.
     """
@@ -232,7 +231,7 @@ def _step(tokens: Sequence[int], plan: Plan, timeline: Timeline, setting: Settin
         memory_bytes=needed_bytes(plan, timeline, setting.memory),
         num_tokens=sum(tokens),
         computed_tokens=sum(plan.tokens),
-        saved_ratio=_saved_ratio(plan.notes),
+        saved_ratio=saved_ratio(plan),
         flops=step_flops(setting.memory.shape, tokens),
         recompute=plan.microbatches[0].recompute,
         most_degree=max(piece.degree for piece in pieces),
@@ -240,13 +239,6 @@ def _step(tokens: Sequence[int], plan: Plan, timeline: Timeline, setting: Settin
         most_offload=max(microbatch.offload for microbatch in plan.microbatches),
         features=features_of(plan),
     )
-
-
-def _saved_ratio(notes: Mapping[str, Any]) -> float | None:
-    predicted = notes["predicted_seconds"]
-    if "seconds_apart" in notes:
-        return 1 - predicted / notes["seconds_apart"]
-    return 1 - notes["seconds_shared"] / predicted if "seconds_shared" in notes else None
 
 
 def needed_bytes(plan: Plan, timeline: Timeline, memory: StepMemory) -> float:

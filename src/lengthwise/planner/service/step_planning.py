@@ -13,7 +13,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.cost import Cost, StepMemory, laid_cost
 from lengthwise.planner import PACKED_DP, PLANNING_SHARE, PlanOptions, options_of, plan_recomputed
-from lengthwise.planner.prefixes import plan_shared
+from lengthwise.planner.prefixes import plan_shared, work_left
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.program import check_plan
 
@@ -42,16 +42,25 @@ class StepPlanning:
     def plan(self, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> Plan:
         """Plan one step; `check_plan` accepts the plan.
 
-        shared: prefixes that the step may compute once. It does if that saves more than 5 % of the predicted time. If
-            both plans were made, a note says what the other one would take.
+        shared: prefixes that the step may compute once. It does if that saves more than 5 % of the predicted time. A
+            note says what the other plan would take, by its work alone if that rules it out.
 
         Raises:
             LengthwiseError: there is no plan.
         """
         apart = self._plan(lengths, self.cost)
-        if shared is None or sum(shared.common) < LEAST_SAVED * sum(lengths):
+        if shared is None:
             return apart
-        once, seconds_apart = self._shared(lengths, shared, apart), _seconds(apart)
+        sizes, seconds_apart = reversed(self._sizes(lengths, apart.capacity)), _seconds(apart)
+        # Sizes with equal work have the same trees; the smallest of them stays.
+        by_work = {work_left(lengths, shared, size, self.cost): size for size in sizes}
+        found = {ratio: size for ratio, size in by_work.items() if ratio is not None}
+        if not found:
+            return apart
+        paying = [size for ratio, size in found.items() if ratio < 1 - LEAST_SAVED]
+        if not paying:
+            return replace(apart, notes={**apart.notes, "seconds_shared": min(found) * seconds_apart})
+        once = self._shared(lengths, shared, paying)
         if once is None:
             return apart
         if _seconds(once) >= (1 - LEAST_SAVED) * seconds_apart:
@@ -59,18 +68,21 @@ class StepPlanning:
         check_plan(once)
         return replace(once, notes={**once.notes, "seconds_apart": seconds_apart})
 
-    def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, apart: Plan) -> Plan | None:
-        """Return the fastest plan that computes shared prefixes once, or None if no trees fit.
-
-        Trees, like sequences, are on one rank, or cut over those of a node or over all. All sizes together get the
-        seconds of one plan: in much less, plans of large trees were up to 17 % slower, and another size was best.
-        """
-        of_rank, longest, capacity = -(-sum(lengths) // self.ranks), self.longest_tokens, apart.capacity
+    def _sizes(self, lengths: Sequence[int], capacity: int) -> list[int]:
+        """Return the tokens of the largest trees to try: on one rank, or cut over the ranks of a node or over all."""
+        of_rank, longest = -(-sum(lengths) // self.ranks), self.longest_tokens
         node = capacity * min(self.ranks, self.cost.ranks_per_node)
         sizes = {min(capacity, size) for size in (of_rank // 2, of_rank, 2 * of_rank)}
-        sizes |= {min(limit, longest, 2 * of_rank) for limit in (node, longest)}
+        return sorted(sizes | {min(limit, longest, 2 * of_rank) for limit in (node, longest)})
+
+    def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, sizes: Sequence[int]) -> Plan | None:
+        """Return the fastest plan that computes shared prefixes once, or None if no trees fit.
+
+        All sizes together get the seconds of one plan: in much less, plans of large trees were up to 17 % slower, and
+        another size was best.
+        """
         share = PLANNING_SHARE / len(sizes)
-        plans = [self._shared_up_to(size, lengths, shared, planning_share=share) for size in sorted(sizes)]
+        plans = [self._shared_up_to(size, lengths, shared, planning_share=share) for size in sizes]
         return min(filter(None, plans), key=_seconds, default=None)
 
     def _shared_up_to(
