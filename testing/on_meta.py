@@ -15,11 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import peft
 import torch
+import transformers
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import lengthwise
 from lengthwise.attention import choose
 from lengthwise.attention.abilities import LEAST_CUDNN, GpuAbilities
 from lengthwise.comm import Lone, Pending
@@ -28,8 +31,10 @@ from lengthwise.offload import PinnedStore
 
 META = torch.device("meta")
 HOPPER = GpuAbilities(capability=(9, 0), torch_flash=True, cudnn=LEAST_CUDNN)
-_ASKING = ("/lengthwise/", "/transformers/", "/peft/", f"{Path(__file__).parents[1]}/tests/")
-_BESIDE = ("/testing/on_meta.py",)
+_ASKING = (
+    *(f"{Path(package.__file__).parent}/" for package in (lengthwise, transformers, peft)),
+    f"{Path(__file__).parents[1] / 'tests'}/",
+)
 _VALUES: dict[str, Callable[..., Any]] = {}  # what an operation whose result depends on values gives
 
 
@@ -161,7 +166,7 @@ def _asking() -> str:
     frame: Any = sys._getframe(1)
     while frame is not None:
         path = frame.f_code.co_filename
-        if any(each in path for each in _ASKING) and not any(path.endswith(each) for each in _BESIDE):
+        if path.startswith(_ASKING):
             return f"{Path(path).stem}.{frame.f_code.co_name}"
         frame = frame.f_back
     return "?"
