@@ -32,7 +32,7 @@ from lengthwise.offload import PinnedStore
 META = torch.device("meta")
 HOPPER = GpuAbilities(capability=(9, 0), torch_flash=True, cudnn=LEAST_CUDNN)
 _ASKING = (
-    *(f"{Path(package.__file__).parent}/" for package in (lengthwise, transformers, peft)),
+    *(f"{package.__path__[0]}/" for package in (lengthwise, transformers, peft)),
     f"{Path(__file__).parents[1] / 'tests'}/",
 )
 _VALUES: dict[str, Callable[..., Any]] = {}  # what an operation whose result depends on values gives
