@@ -14,7 +14,6 @@ TRL calls this trainer experimental, so `lengthwise.integrations.trl` does not i
 from __future__ import annotations
 
 import copy
-import pickle
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from trl.experimental import async_grpo
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
 from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
-from lengthwise.comm.exchange import broadcast_bytes, from_first
+from lengthwise.comm.exchange import from_first
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, RankError, TransferError
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.batches import Examples
@@ -41,6 +40,7 @@ from lengthwise.integrations.token_losses import NUMBERS, SLOTS, Answers, TokenL
 from lengthwise.session import Session, StepResult
 
 _KEPT = ("old_log_probs", "advantage", "group_id")
+_SENT = ("input_ids", "completion_mask", *_KEPT)
 _BY_TOKEN, _BY_TERM = ("input_ids", "position_ids", "shift_labels"), ("old_log_probs", "advantages", "segment_id")
 _COUNTS = ("global_n_tokens", "global_n_forward_tokens", "mean_seq_len")
 _OF_ATTENTION = ("tree_kv_index", "tree_cu_seqlens_q", "tree_cu_seqlens_k", "tree_max_seqlens")
@@ -105,11 +105,10 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         return DataLoader(rollouts, batch_size=None, collate_fn=lambda update: update)
 
     def _of_first(self, given: Any) -> Any:
-        """Return what rank 0 gives. Collective."""
+        """Return what rank 0 gives, which must be JSON. Collective."""
         transport = self._trained().engine.transport
         transport.phase = "waiting for rollouts of rank 0's queue"
-        sent = broadcast_bytes(transport, None if transport.rank else pickle.dumps(given))
-        return pickle.loads(sent) if transport.rank else given  # noqa: S301 - of rank 0
+        return from_first(transport, lambda: given)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return the rollouts of the next update as the first of its batches, and how many of their tokens train.
@@ -226,13 +225,13 @@ class _Shared(IterableDataset[Examples]):
         """
         read = self._received if self._reader is None else partial(self._sent, iter(self._reader))
         while True:
-            yield Examples(rows=read(), num_examples=self._size)
+            yield Examples(rows=tuple(map(_row, read())), num_examples=self._size)
 
-    def _sent(self, reader: Iterator[Rollout]) -> tuple[Rollout, ...]:
+    def _sent(self, reader: Iterator[Rollout]) -> list[Rollout]:
         try:
             samples = list(islice(reader, self._size))
             self._log(samples)
-            rows = tuple(map(_row, samples))
+            rows = [{name: np.asarray(each[name]).tolist() for name in _SENT} for each in samples]
         except TransferError:
             raise
         except BaseException as error:  # of the worker, or Ctrl-C; the other ranks wait
@@ -241,7 +240,7 @@ class _Shared(IterableDataset[Examples]):
             raise
         return self._share(rows)
 
-    def _received(self) -> tuple[Rollout, ...]:
+    def _received(self) -> list[Rollout]:
         while (found := self._share(None)) is None:
             pass
         if isinstance(found, str):
@@ -265,6 +264,7 @@ class _Polled:
 
 
 def _row(sample: Rollout) -> Rollout:
+    """Return a row as sessions take it; tokens that are not of a completion have no label."""
     ids = np.asarray(sample["input_ids"])
     labels = np.where(np.asarray(sample["completion_mask"]).astype(bool), ids, NO_LOSS)
     return {"input_ids": ids, "labels": labels, **{name: sample[name] for name in _KEPT}}

@@ -22,7 +22,7 @@ from lengthwise.models.mixer_layers import has_states, runs_by_plan
 from lengthwise.models.model_source import build_skeleton
 from lengthwise.models.rope import LENGTH_ROPE
 from lengthwise.models.router import router_problems
-from lengthwise.models.text_part import has_towers, text_config
+from lengthwise.models.text_part import has_towers, layer_configs, text_config
 
 # Families whose layers do not pass their window to attention: Hugging Face puts it into a mask, which we do not make.
 WINDOW_IN_MASK = ("qwen2_moe",)
@@ -112,8 +112,7 @@ def _other_layers(config: Any) -> Iterator[tuple[str, str]]:
 
 def largest_head_dim(config: Any) -> int:
     """Return the largest head dimension of the model's attentions, by its config."""
-    config = text_config(config)
-    layers = getattr(config, "per_layer_config", None) or [config]  # one config per layer, if layers differ
+    config, layers = text_config(config), layer_configs(config)
     named = ("head_dim", "global_head_dim", "v_head_dim")
     latent = ("qk_nope_head_dim", "qk_rope_head_dim")
     sizes = [getattr(layer, name, None) or 0 for layer in layers for name in named]
@@ -123,10 +122,8 @@ def largest_head_dim(config: Any) -> int:
 
 def attention_heads(config: Any) -> tuple[int, int]:
     """Return (query heads, key heads) of the layer with the most query heads per key head, by the config."""
-    config = text_config(config)
-    layers = getattr(config, "per_layer_config", None) or [config]
     found = []
-    for layer in layers:
+    for layer in layer_configs(config):
         heads = getattr(layer, "num_attention_heads", None) or 1
         kv_heads = getattr(layer, "num_key_value_heads", None) or heads
         found.append((heads, kv_heads) if heads % kv_heads == 0 else (heads, heads))
@@ -135,10 +132,9 @@ def attention_heads(config: Any) -> tuple[int, int]:
 
 def has_windows(config: Any) -> bool:
     """Return whether a layer may attend in a sliding window, by the config."""
-    config = text_config(config)
-    layers = getattr(config, "per_layer_config", None) or [config]
     return any(
-        getattr(layer, "sliding_window", None) and getattr(layer, "use_sliding_window", True) for layer in layers
+        getattr(layer, "sliding_window", None) and getattr(layer, "use_sliding_window", True)
+        for layer in layer_configs(config)
     )
 
 

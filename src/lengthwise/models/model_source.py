@@ -38,7 +38,7 @@ from lengthwise.core.files import MOST_BYTES
 from lengthwise.core.hub_access import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
-from lengthwise.models.text_part import has_towers, left_alone, text_config, text_part, whole_model
+from lengthwise.models.text_part import has_towers, layer_configs, left_alone, text_config, text_part, whole_model
 from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_names, holds_weights
 
 # Experts one by one: Hugging Face's grouped products do not support fp64, and round differently by number of tokens.
@@ -289,19 +289,20 @@ def check_buildable(config: Any) -> int:
     Raises:
         ConfigError: it cannot be built, has no layer, token or head, or its heads do not fit each other.
     """
-    where, whole, config = _where(config), config, text_config(config)
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-        value = getattr(config, key, None)
-        if isinstance(value, int) and value < 1:
-            raise _refuse_config(f"{where}: {key}", str(value), "at least 1")
-    heads, kv_heads = (getattr(config, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
-    if heads and kv_heads and heads % kv_heads:
-        error = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        raise _refuse_config(where, error)
-    head_dim = getattr(config, "head_dim", None)
-    if head_dim and head_dim % 2 and getattr(config, "rope_parameters", None):
-        raise _refuse_config(where, f"head_dim {head_dim} is odd, but RoPE rotates pairs of entries")
-    return count_parameters(whole)
+    where = _where(config)
+    for layer in layer_configs(config):
+        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+            value = getattr(layer, key, None)
+            if isinstance(value, int) and value < 1:
+                raise _refuse_config(f"{where}: {key}", str(value), "at least 1")
+        heads, kv_heads = (getattr(layer, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
+        if heads and kv_heads and heads % kv_heads:
+            error = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+            raise _refuse_config(where, error)
+        head_dim = getattr(layer, "head_dim", None)
+        if head_dim and head_dim % 2 and getattr(layer, "rope_parameters", None):
+            raise _refuse_config(where, f"head_dim {head_dim} is odd, but RoPE rotates pairs of entries")
+    return count_parameters(config)
 
 
 def count_parameters(config: Any) -> int:

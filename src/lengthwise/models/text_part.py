@@ -107,6 +107,12 @@ def text_config(config: Any) -> Any:
     return config.get_text_config() if has_towers(config) else config
 
 
+def layer_configs(config: Any) -> list[Any]:
+    """Return one config per layer if the layers of a model's text part differ, else its config alone."""
+    config = text_config(config)
+    return list(getattr(config, "per_layer_config", None) or [config])
+
+
 def placeholders(config: Any) -> dict[int, str]:
     """Return the ids that stand for an image, a video or a sound, with their config keys."""
     found = config.to_dict() if has_towers(config) else {}
