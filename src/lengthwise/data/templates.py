@@ -171,6 +171,13 @@ def with_text(message: Message, text: str) -> Message:
     return {**message, "content": [{"type": "text", "text": text}] if in_parts else text}
 
 
+def replaced(message: Message) -> Iterator[Message]:
+    """Yield a message with a marker as its content, and as the arguments of its last call."""
+    yield with_text(message, MARKER)
+    if calls := message.get("tool_calls"):
+        yield {**message, "tool_calls": [*calls[:-1], _changed_call(calls[-1], _other_arguments)]}
+
+
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
     """Yield messages as they are, then as other templates read them."""
     yield messages
@@ -232,9 +239,12 @@ def _with_text_arguments(call: Message) -> Message:
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if "arguments" in call else call
 
 
+def _other_arguments(call: Message) -> Message:
+    return {**call, "arguments": MARKER if isinstance(call.get("arguments"), str) else {MARKER: MARKER}}
+
+
 def _other_call(call: Message) -> Message:
-    arguments = MARKER if isinstance(call.get("arguments"), str) else {MARKER: MARKER}
-    return {**call, "name": MARKER, "arguments": arguments}
+    return {**_other_arguments(call), "name": MARKER}
 
 
 def _reads(source: str, name: str) -> bool:

@@ -216,8 +216,13 @@ class HuggingFaceTokenizer:
     def special_ids(self) -> dict[str, list[int]]:
         """Return those that the tokenizer has, and the template's end of a turn."""
         made = self.tokenizer
-        ends = [each for each in (self.eos_id, end_of_turn(made)) if each is not None]
-        found = {"eos_token_id": list(dict.fromkeys(ends))}
+        end = end_of_turn(made)
+        ends = (
+            [self.eos_id, *(end_of_turn(made, role) for role in ("user", "tool"))]
+            if end is None
+            else [self.eos_id, end]
+        )
+        found = {"eos_token_id": list(dict.fromkeys(each for each in ends if each is not None))}
         for key in ("bos_token_id", "pad_token_id"):
             found[key] = [getattr(made, key)] if getattr(made, key) is not None else []
         return {key: ids for key, ids in found.items() if ids}
