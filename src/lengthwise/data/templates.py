@@ -135,8 +135,9 @@ class Template:
             parts = list(_parts(message))
             lost = list[str]()
             for what, word, other in parts:
-                # Names of functions are in the tools, too, and a short text is anywhere.
-                looked_for = word and (turn in spans or (what != _CALL and len(word) >= _LONG))
+                # Names of functions are in the tools, too, and a short text is anywhere, as in the end of a turn.
+                is_its_own = turn in spans and word not in self.source
+                looked_for = word and (is_its_own or (what != _CALL and len(word) >= _LONG))
                 if not (looked_for and word in region) and self._is_unread(written, turn, other):
                     lost.append(what)
             found += [(turn, what, len(lost) == len(parts)) for what in dict.fromkeys(lost)]
