@@ -127,8 +127,13 @@ THOUGHTS = [ASKED, {**ANSWER, "reasoning_content": "c"}, ASKED, {**ANSWER, "reas
             template("{{ m.content if m.role != 'system' }} "),
             "the content of system messages (message 1)",
         ),
+        (
+            {"messages": [ASKED, ANSWER]},
+            NOT_TESTED.replace("<end>", ""),
+            "the end of turns of the assistant, without which a model does not stop (write one into it) (message 2)",
+        ),
     ],
-    ids=["reasoning", "calls", "tools", "values", "system"],
+    ids=["reasoning", "calls", "tools", "values", "system", "ends"],
 )
 def test_what_a_template_leaves_out_is_said_once(encode, row, source, said):
     with pytest.warns(UserWarning, match="leaves out") as caught:

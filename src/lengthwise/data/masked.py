@@ -6,6 +6,7 @@ transformers' mask of assistant tokens. One that begins in a prompt and ends in 
 
 from __future__ import annotations
 
+import functools
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,7 +100,7 @@ def _learn_ends(
             continue  # nothing of it is learned, or what follows it, too
         if _is_end(template.tokenizer, ids[shown[after - 1]]):
             continue
-        end = None if turn is None or template.is_marked else _next_begins(template.tokenizer, written.messages, turn)
+        end = None if turn is None or template.is_marked else _next_begins(template, written.messages, turn)
         if end is not None and is_last:
             return [end]
         if end is not None and ids[shown[after]] == end:
@@ -110,11 +111,13 @@ def _learn_ends(
     return []
 
 
-def _next_begins(tokenizer: Any, messages: Sequence[Message], turn: int) -> int | None:
+def _next_begins(template: Template, messages: Sequence[Message], turn: int) -> int | None:
     """Return the token that begins the message after a turn, where the template ends none; None before a turn, too."""
     usual = "tool" if messages[turn].get("tool_calls") else "user"
     role = messages[turn + 1]["role"] if turn + 1 < len(messages) else usual
-    return None if role == "assistant" or end_of_turn(tokenizer) is not None else end_of_turn(tokenizer, role)
+    if role == "assistant" or _end_of_turn(template.tokenizer, template.source) is not None:
+        return None
+    return _end_of_turn(template.tokenizer, template.source, role)
 
 
 def refuse_twice(tokenizer: Any, ids: Sequence[int], *, chat: bool = False) -> None:
@@ -129,16 +132,27 @@ def refuse_twice(tokenizer: Any, ids: Sequence[int], *, chat: bool = False) -> N
         raise ValueError(f"{tokenizer.eos_token} at its end, which the tokenizer adds, too (leave it to the tokenizer)")
 
 
-def end_of_turn(tokenizer: Any, *follows: str) -> int | None:
-    """Return the token that the chat template writes first after an answer, added ones alone, or None.
+def ends_of_turns(tokenizer: Any) -> list[int]:
+    """Return the token that the chat template writes first after an answer, added ones alone.
 
-    `follows`: roles of messages after it. A template may end no turn, as GLM-4.5's: there it is what begins the next.
+    Where it ends no turn, as GLM-4.5's, those are what begins the message of a user or a tool after it; perhaps none.
     """
-    messages = tuple({"role": role, "content": MARKER} for role in ("user", "assistant", *follows))
-    chat = Chat(where="", messages=messages, values={})
     try:
-        parts = Template.of(tokenizer, chat).fitted(chat.messages).text.split(MARKER)
-    except ValueError:  # no template, or one of other chats
+        source = Template.of(tokenizer, Chat(where="", messages=(), values={})).source
+    except ValueError:  # no template
+        return []
+    own = _end_of_turn(tokenizer, source)
+    ends = [own] if own is not None else [_end_of_turn(tokenizer, source, role) for role in ("user", "tool")]
+    return [each for each in ends if each is not None]
+
+
+@functools.lru_cache(maxsize=64)
+def _end_of_turn(tokenizer: Any, source: str, *follows: str) -> int | None:
+    """Return the first token after an answer that may end a turn, where messages of these roles follow, or None."""
+    messages = [{"role": role, "content": MARKER} for role in ("user", "assistant", *follows)]
+    try:
+        parts = Template(tokenizer, source, None, {}).fitted(messages).text.split(MARKER)
+    except ValueError:  # a template of other chats
         return None
     ids = tokenizer(parts[2], add_special_tokens=False, verbose=False)["input_ids"] if parts[2:] else []
     return next((each for each in ids if _is_end(tokenizer, each)), None)
@@ -185,6 +199,8 @@ def _turn_in(template: Template, written: Written, turn: int) -> tuple[int, int]
     end = len(text) if turn + 1 == len(messages) else _after(template, written, turn, turn + 1, _ends)
     answer = text_of(messages[turn]).rpartition("</think>")[2].strip()
     if start is None or end is None or end <= start or answer not in text[start:end]:
+        if all(template.is_unread(written, turn, other) for other in replaced(messages[turn])):
+            raise ValueError(f"an empty turn: the chat template leaves out message {turn + 1} (take it out of the row)")
         raise ValueError(_UNKNOWN_TURN.format(turn + 1))
     return start, end
 

@@ -138,12 +138,12 @@ class Template:
                 # Names of functions are in the tools, too, and a short text is anywhere, as in the end of a turn.
                 is_its_own = turn in spans and word not in self.source
                 looked_for = word and (is_its_own or (what != _CALL and len(word) >= _LONG))
-                if not (looked_for and word in region) and self._is_unread(written, turn, other):
+                if not (looked_for and word in region) and self.is_unread(written, turn, other):
                     lost.append(what)
             found += [(turn, what, len(lost) == len(parts)) for what in dict.fromkeys(lost)]
         return found
 
-    def _is_unread(self, written: Written, turn: int, other: Message) -> bool:
+    def is_unread(self, written: Written, turn: int, other: Message) -> bool:
         """Return whether the text is the same with another message in place of one."""
         try:
             return self.render([*written.messages[:turn], other, *written.messages[turn + 1 :]]) == written.text
