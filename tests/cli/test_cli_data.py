@@ -60,8 +60,8 @@ def test_data_of_prepared_data_is_that_of_its_source(tmp_path, capsys):
 
 
 def test_data_notes_what_a_template_leaves_out_of_chats_once(tmp_path, capsys):
-    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    words = save_words(tmp_path / "words", ["<unk>", "a", "b"], template=template)
+    template = "{% for m in messages %}{{ m.content }} <end> {% endfor %}"
+    words = save_words(tmp_path / "words", ["<unk>", "a", "b", "<end>"], template=template)
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "c"}]
     rows = write_rows(tmp_path / "rows.jsonl", [{"messages": chat}] * 2)
     text = said(capsys, rows, "--tokenizer", words)

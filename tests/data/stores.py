@@ -117,6 +117,7 @@ def save_words(folder: Path, words, *, template=None, processor=None, **special)
     if processor is not None:
         inner.post_processor = processor
     made = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=words[0], **special)
+    made.add_tokens([word for word in words if word == "<end>"], special_tokens=True)
     made.chat_template = template
     made.save_pretrained(folder)
     return str(folder)

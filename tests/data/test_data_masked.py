@@ -85,6 +85,7 @@ REWRITTEN = PLAIN.replace("{{ m.content }}", "{% if m.role == 'assistant' and lo
 DROPPED = REWRITTEN.replace("<{{ m.role }}>", "{% if m.role != 'assistant' or loop.last %}<{{ m.role }}>").replace(
     "{% endfor %}", "{% endif %}{% endfor %}"
 )
+RENAMED = PLAIN.replace("<{{ m.role }}>", "<{{ 'system' if m.role == 'assistant' and not loop.last else m.role }}>")
 
 
 def test_turns_of_a_template_that_writes_earlier_ones_otherwise_are_found_in_the_whole_text(load):
@@ -96,16 +97,28 @@ def test_turns_of_a_template_that_writes_earlier_ones_otherwise_are_found_in_the
     assert told(load({"messages": messages(*CHAT)}, template=COUNTING))[1] == "c <end> a b <end>"
 
 
-def test_a_turn_that_is_not_in_the_text_is_refused(load):
-    with pytest.raises(DataError, match=r"whose text message 3 is not found"):
+def test_a_turn_that_is_not_found_is_refused_with_a_way_out(load):
+    with pytest.raises(DataError, match=r"leaves out message 3 \(take it out of the row\)"):
         load({"messages": messages(*CHAT)}, template=DROPPED)
+    assert told(load({"messages": messages(*CHAT[:2], *CHAT[3:])}, template=DROPPED))[1] == "d a b <end>"
+    with pytest.raises(DataError, match=r"message 3 is not found .* mark the assistant's text in the template"):
+        load({"messages": messages(*CHAT)}, template=RENAMED)
+    marks = RENAMED.replace(
+        "{{ m.content }} <end>",
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }} <end>"
+        "{% endgeneration %}{% else %}{{ m.content }} <end>{% endif %}",
+    )
+    assert told(load({"messages": messages(*CHAT)}, template=marks))[1] == "c <end> a b <end>"
 
 
 def test_a_token_across_the_start_of_a_mark_has_a_loss_as_in_transformers(tmp_path):
     name = merging_tokenizer(tmp_path / "merging")
     template = "{% for m in messages %}a{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     (tmp_path / "merging" / "chat_template.jinja").write_text(template)
-    dataset = load_rows_by(tmp_path, [{"messages": messages(("assistant", "bc"))}], lambda: load_tokenizer(name))
+    with pytest.warns(
+        UserWarning, match="leaves out the end of turns of the assistant, without which a model does not"
+    ):
+        dataset = load_rows_by(tmp_path, [{"messages": messages(("assistant", "bc"))}], lambda: load_tokenizer(name))
     ids, labels = dataset.read(0, 0, 2)
     assert ids.tolist() == [5, 3]
     assert labels.tolist() == [5, 3]

@@ -210,8 +210,8 @@ def test_store_that_is_not_finished_or_of_an_earlier_version_is_refused(store):
 @pytest.fixture
 def tokenizers(tmp_path):
     """A tokenizer, one of another vocabulary, and one of another template: folders."""
-    plain, words = "{% for m in messages %}{{ m.content }} {% endfor %}", ["<unk>", "a", "b"]
-    others = {"one": (words, plain), "words": ([*words, "c"], plain), "template": (words, plain + "b")}
+    plain, words = "{% for m in messages %}{{ m.content }} <end> {% endfor %}", ["<unk>", "a", "b", "<end>"]
+    others = {"one": (words, plain), "words": ([*words, "c"], plain), "template": (words, "b " + plain)}
     return [save_words(tmp_path / name, some, template=written) for name, (some, written) in others.items()]
 
 

@@ -3,14 +3,18 @@
 import re
 import warnings
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
 from data.stores import save_words
 from lengthwise.data import NO_LOSS, load_tokenizer
+from lengthwise.data.masked import encode_chat
 from lengthwise.data.messages import chat_of
 from lengthwise.data.templates import Template
+from lengthwise.data.tokenizer import HuggingFaceTokenizer
+from tiers import more
 
 CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments | tojson }} {% endfor %}"
 TEXT_CALLS = "{% for c in m.tool_calls or [] %}{{ c.function.name + ' ' + c.function.arguments }} {% endfor %}"
@@ -123,8 +127,13 @@ THOUGHTS = [ASKED, {**ANSWER, "reasoning_content": "c"}, ASKED, {**ANSWER, "reas
             template("{{ m.content if m.role != 'system' }} "),
             "the content of system messages (message 1)",
         ),
+        (
+            {"messages": [ASKED, ANSWER]},
+            NOT_TESTED.replace("<end>", ""),
+            "the end of turns of the assistant, without which a model does not stop (write one into it) (message 2)",
+        ),
     ],
-    ids=["reasoning", "calls", "tools", "values", "system"],
+    ids=["reasoning", "calls", "tools", "values", "system", "ends"],
 )
 def test_what_a_template_leaves_out_is_said_once(encode, row, source, said):
     with pytest.warns(UserWarning, match="leaves out") as caught:
@@ -149,13 +158,8 @@ def test_what_a_template_leaves_out_is_said_once(encode, row, source, said):
             NOT_TESTED,
             '"notes", which the chat template',
         ),
-        (
-            {"messages": [ASKED, ANSWER]},
-            template("{{ m.content }} ", prompt="<assistant> <think> "),
-            "message 2 is not found: its prompt for a generation ends in '<think> ', and the turn does not begin so",
-        ),
     ],
-    ids=["marked call", "call", "content", "documents", "values", "think"],
+    ids=["marked call", "call", "content", "documents", "values"],
 )
 def test_a_turn_of_which_nothing_is_learned_is_refused_with_its_reason(encode, row, source, said):
     with pytest.raises(ValueError, match=said):
@@ -170,12 +174,125 @@ def test_values_of_a_row_reach_the_template(encode):
         assert encode(row, source)[0].startswith("c d <user>")
 
 
-def test_no_template_of_a_family_writes_null(tmp_path):
+def shipped():
+    """Return the templates of TRL's, those of models and for training, by name."""
     found = find_spec("trl")
     assert found is not None
     assert found.origin is not None
-    paths = (Path(found.origin).parent / "chat_templates").glob("*.jinja")
-    sources = {path.stem: path.read_text() for path in paths if not path.stem.endswith("_training")}
+    paths = sorted((Path(found.origin).parent / "chat_templates").glob("*.jinja"))
+    return {path.stem: path.read_text() for path in paths}
+
+
+@pytest.fixture
+def letters():
+    """Return what makes a tokenizer of bytes, and of the tokens in angles that a template has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    def make(source, eos="<eos>"):
+        special = sorted({*re.findall(r"<[|｜/a-zA-Z_][^<>\n\"'{} ]{0,30}>", source), "<bos>", "<eos>", "</s>"})
+        words = {word: number for number, word in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+        inner = Tokenizer(models.BPE(vocab=words, merges=[]))
+        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token=eos)
+        made.add_tokens(special, special_tokens=True)
+        made.chat_template = source
+        return made
+
+    return make
+
+
+ENDS = {  # what models stop at, by the beginning of a template's name
+    "cohere": r"<\|END_OF_TURN_TOKEN\|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
+    "diffusion_gemma": r"<turn\|>|<\|tool_response>",
+    "gemma4": r"<turn\|>|<\|tool_response>",
+    "gemma": "<end_of_turn>",
+    "glm4moe": r"<\|user\|>|<\|observation\|>",
+    "gptoss": r"<\|return\|>|<\|end\|>|<\|call\|>",
+    "idefics3": "<end_of_utterance>",
+    "llama3": r"<\|eot_id\|>|<\|eom_id\|>",
+    "llava": "</s>",
+    "muse": r"<\|eot\|>|<\|end\|>|<\|eom\|>",
+    "phi3": r"<\|end\|>",
+    "smolvlm": "<end_of_utterance>",
+    "": r"<\|im_end\|>",
+}
+HEADERS = ("<|im_start|>", "<start_of_turn>", "<|START_OF_TURN_TOKEN|>", "<|start_header_id|>", "<|assistant|>")
+ENDLESS = ("deepseek_r1_distill", "deepseek_r1_distill_training", "diffusion_gemma_training")  # after a call
+CALLED_FUNCTION = {"name": "f", "arguments": {"x": "PLACE"}}
+CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "id": "abcdefghi", "function": CALLED_FUNCTION}]}
+RESULT = {"role": "tool", "name": "f", "tool_call_id": "abcdefghi", "content": "FOUND"}
+SAID = [(role, f"{role[0].upper()}{number}END") for number in "123" for role in ("user", "assistant")]
+TURNS = [{"role": role, "content": text} for role, text in SAID]
+REASONED = [
+    turn if turn["role"] == "user" else {**turn, "reasoning_content": f"WHY{turn['content']}"} for turn in TURNS
+]
+TALKS = {
+    "one turn": TURNS[:2],
+    "three turns": TURNS,
+    "system": [{"role": "system", "content": "RULES"}, *TURNS[:4]],
+    "reasoning": REASONED,
+    "calls": [TURNS[0], CALLED, RESULT, *TURNS[1:4]],
+    "calls later": [*TURNS[:3], CALLED, RESULT, TURNS[3]],
+    "a call last": [*TURNS[:3], CALLED],
+    "reasoning and calls": [TURNS[0], {**CALLED, "reasoning_content": "WHYCALL"}, RESULT, *REASONED[1:4]],
+}
+USUAL = ("qwen3", "qwen3_5_think", "gptoss", "glm4moe", "deepseekv3", "phi3", "nemotron_3_nano")
+
+
+@pytest.mark.parametrize("name", [name if name in USUAL else more(name) for name in shipped()])
+def test_chats_of_a_family_have_a_loss_on_answers_and_their_ends_alone(letters, name):
+    """Words that are in no other message show of whom a token is."""
+    tokenizer = letters(shipped()[name], eos="</s>" if name.startswith("llava") else "<eos>")
+    end = next(end for beginning, end in ENDS.items() if name.startswith(beginning))
+    tools = [{"type": "function", "function": TOOL}]
+    for of, turns in TALKS.items():
+        said, refusal = [], ""
+        chat = chat_of({"messages": turns, **({"tools": tools} if "call" in of else {})}, "rows:1")
+        try:
+            ids, labels = encode_chat(tokenizer, chat, lambda *what, said=said: said.append(str(what)))
+        except ValueError as error:
+            refusal = str(error)
+        if refusal:  # by templates without a system prompt, or without tools
+            refused = (
+                "a chat that the template refuses: (Template|Undefined)Error|an empty turn: the chat template leaves"
+            )
+            assert re.match(refused, refusal), of
+            assert of == "system" or "call" in of
+            continue
+        assert all(label in (NO_LOSS, token) for token, label in zip(ids, labels, strict=True))
+        runs = list(runs_of(tokenizer, ids, labels))
+        words = "\n".join(runs)
+        for turn in turns:
+            word = turn.get("content") or "PLACE"
+            assert (word in words) == (turn["role"] == "assistant"), (of, turn, runs)
+        assert len(runs) == sum(turn["role"] == "assistant" for turn in turns), (of, runs)
+        assert not any(header in words for header in HEADERS), (of, runs)
+        unended = [run for run in runs if not re.search(rf"({end})\s*(<eos>)?\s*$", run)]
+        assert all("PLACE" in run for run in unended), (of, runs)
+        assert bool(unended) == (name in ENDLESS and "call" in of), (of, runs)
+        assert bool(unended) == ("without which a model does not stop" in str(said))
+
+
+def runs_of(tokenizer, ids, labels):
+    """Yield the tokens of each part with a loss."""
+    for learned, part in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != NO_LOSS):
+        if learned:
+            yield tokenizer.decode([int(token) for token, _ in part])
+
+
+def test_an_end_that_no_template_writes_is_what_begins_the_next_message_and_ends_generation(letters):
+    tokenizer = letters(shipped()["glm4moe"])
+    ids, labels = encode_chat(tokenizer, chat_of({"messages": TURNS[:4]}, "rows:1"))
+    runs = list(runs_of(tokenizer, ids, labels))
+    assert runs == [f"\n<think></think>\nA{number}END<|user|>" for number in "12"]
+    ends = HuggingFaceTokenizer("glm", tokenizer.eos_token_id, tokenizer).special_ids()["eos_token_id"]
+    assert tokenizer.convert_ids_to_tokens(ends) == ["<eos>", "<|user|>", "<|observation|>"]
+
+
+def test_no_template_of_a_family_writes_null(tmp_path):
+    sources = {name: source for name, source in shipped().items() if not name.endswith("_training")}
     words = ["<unk>", "None", "null", "dry"]
     tokenizer = load_tokenizer(save_words(tmp_path / "tokenizer", words, bos_token="<unk>", eos_token="<unk>"))
     call = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"x": "y"}}}

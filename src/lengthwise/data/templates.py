@@ -135,14 +135,15 @@ class Template:
             parts = list(_parts(message))
             lost = list[str]()
             for what, word, other in parts:
-                # Names of functions are in the tools, too, and a short text is anywhere.
-                looked_for = word and (turn in spans or (what != _CALL and len(word) >= _LONG))
-                if not (looked_for and word in region) and self._is_unread(written, turn, other):
+                # Names of functions are in the tools, too, and a short text is anywhere, as in the end of a turn.
+                is_its_own = turn in spans and word not in self.source
+                looked_for = word and (is_its_own or (what != _CALL and len(word) >= _LONG))
+                if not (looked_for and word in region) and self.is_unread(written, turn, other):
                     lost.append(what)
             found += [(turn, what, len(lost) == len(parts)) for what in dict.fromkeys(lost)]
         return found
 
-    def _is_unread(self, written: Written, turn: int, other: Message) -> bool:
+    def is_unread(self, written: Written, turn: int, other: Message) -> bool:
         """Return whether the text is the same with another message in place of one."""
         try:
             return self.render([*written.messages[:turn], other, *written.messages[turn + 1 :]]) == written.text
@@ -169,6 +170,13 @@ def with_text(message: Message, text: str) -> Message:
     """Return a message with another content in the same form."""
     in_parts = isinstance(message.get("content"), list)
     return {**message, "content": [{"type": "text", "text": text}] if in_parts else text}
+
+
+def replaced(message: Message) -> Iterator[Message]:
+    """Yield a message with a marker as its content, and as the arguments of its last call."""
+    yield with_text(message, MARKER)
+    if calls := message.get("tool_calls"):
+        yield {**message, "tool_calls": [*calls[:-1], _changed_call(calls[-1], _other_arguments)]}
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
@@ -232,9 +240,12 @@ def _with_text_arguments(call: Message) -> Message:
     return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)} if "arguments" in call else call
 
 
+def _other_arguments(call: Message) -> Message:
+    return {**call, "arguments": MARKER if isinstance(call.get("arguments"), str) else {MARKER: MARKER}}
+
+
 def _other_call(call: Message) -> Message:
-    arguments = MARKER if isinstance(call.get("arguments"), str) else {MARKER: MARKER}
-    return {**call, "name": MARKER, "arguments": arguments}
+    return {**_other_arguments(call), "name": MARKER}
 
 
 def _reads(source: str, name: str) -> bool:

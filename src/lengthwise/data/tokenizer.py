@@ -25,7 +25,7 @@ from lengthwise.core.hub_access import only_cached, why_only_cached
 from lengthwise.core.names import BYTES_TOKENIZER, NO_TEMPLATE
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.digests import file_digest
-from lengthwise.data.masked import encode_chat, encode_pair, end_of_turn, refuse_twice
+from lengthwise.data.masked import encode_chat, encode_pair, ends_of_turns, refuse_twice
 from lengthwise.data.messages import Chat
 
 # Arguments of a tokenizer of transformers that change no ids of a text: where it is, and what is done to ids
@@ -216,7 +216,7 @@ class HuggingFaceTokenizer:
     def special_ids(self) -> dict[str, list[int]]:
         """Return those that the tokenizer has, and the template's end of a turn."""
         made = self.tokenizer
-        ends = [each for each in (self.eos_id, end_of_turn(made)) if each is not None]
+        ends = [each for each in (self.eos_id, *ends_of_turns(made)) if each is not None]
         found = {"eos_token_id": list(dict.fromkeys(ends))}
         for key in ("bos_token_id", "pad_token_id"):
             found[key] = [getattr(made, key)] if getattr(made, key) is not None else []
