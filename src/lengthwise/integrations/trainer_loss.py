@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
+from lengthwise.core.errors import ConfigError
 from lengthwise.models import has_balance_loss, has_own_logits, whole_model
 from lengthwise.session.loss_checks import KnownShare, ShareInChunks
 from lengthwise.session.losses import ComputeLoss
@@ -45,8 +46,7 @@ def is_of_labels(model: Any) -> bool:
 def is_next_tokens(trainer: Any) -> bool:
     """Return whether a Trainer's loss is the next token's cross entropy of Trainer and Hugging Face's models.
 
-    It is not if the loss, `compute_loss`, the model's `forward` or a hook on it is the user's, with smoothed labels, or
-    with a balance loss.
+    It is not if the loss, `compute_loss`, the model's `forward` or a hook on it is the user's, or with smoothed labels.
     """
     model: Any = hugging_face_model(trainer.model)
     return (
@@ -55,5 +55,20 @@ def is_next_tokens(trainer: Any) -> bool:
         and trainer.label_smoother is None
         and not has_own_logits(model)
         and model.loss_function is ForCausalLMLoss
-        and not has_balance_loss(model.config)
     )
+
+
+def refuse_without_balance(trainer: Any) -> None:
+    """Refuse a loss that may lack the balance loss of routers that the model's config asks for.
+
+    Raises:
+        ConfigError: it is the user's, or has smoothed labels.
+    """
+    if not has_balance_loss(hugging_face_model(trainer.model).config):
+        return
+    if trainer._divides_by_items() and trainer.label_smoother is None:
+        return
+    where = "label_smoothing_factor" if trainer._divides_by_items() else "compute_loss"
+    expected, got = "the loss of the class, which has the balance loss of the routers", "another, which may lack it"
+    remedy = "Set output_router_logits to False in the model's config, with TRL router_aux_loss_coef to 0."
+    raise ConfigError(where, expected=expected, got=got, remedy=remedy)

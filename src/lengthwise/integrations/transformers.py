@@ -30,11 +30,12 @@ from lengthwise.integrations.arguments import (
 )
 from lengthwise.integrations.batches import Examples, PlannedUpdates, RowCollator, checked
 from lengthwise.integrations.known import check_rows, rows_of_loader, rows_of_training, warn_of_no_label
-from lengthwise.integrations.trainer_loss import is_next_tokens, loss_of
+from lengthwise.integrations.trainer_loss import is_next_tokens, loss_of, refuse_without_balance
 from lengthwise.integrations.trainer_state import load_state, save_state
-from lengthwise.models import check_adapters
+from lengthwise.models import check_adapters, coefficient_of
 from lengthwise.session import Session, StepResult
 from lengthwise.session.keywords import StepOptions, keyword_problems
+from lengthwise.session.model import hugging_face_model
 from lengthwise.session.row_batch import Row
 
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of plain data parallelism
@@ -121,7 +122,7 @@ class PlannedTrainerMixin(_Base):
         return not is_next_tokens(self)
 
     def _check_division(self) -> None:
-        """Refuse a loss that is known to be a mean over a microbatch."""
+        """Refuse a loss that is known to be a mean over a microbatch, or that may lack the routers' balance loss."""
         if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
             remedy = "Give compute_loss_func, which divides a sum over the tokens by num_items_in_batch."
             got = "a model that takes no num_items_in_batch: its loss is a mean over a microbatch"
@@ -130,6 +131,7 @@ class PlannedTrainerMixin(_Base):
             got = "loss_is_scaled_for_ga=False, a mean over a microbatch"
             remedy = "Divide a sum over the tokens by num_items_in_batch."
             raise ConfigError("compute_loss", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
+        refuse_without_balance(self)
 
     # Its arguments.
 
@@ -286,7 +288,13 @@ class PlannedTrainerMixin(_Base):
             self._check_loss(normalizer)
         compute_loss = loss_of(self, self._planned, normalizer)
         result = self._trained().backward(self._planned, compute_loss=compute_loss, normalizer=normalizer)
-        return result.loss, result
+        return result.loss + self._balance_of(result), result
+
+    def _balance_of(self, result: StepResult) -> float:
+        """Return the part of a pass's loss that balances the routers."""
+        if result.router_loss is None:
+            return 0.0
+        return coefficient_of(hugging_face_model(self.model).config) * result.router_loss
 
     def _share_of_loss(self, model: nn.Module, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
         """Return Trainer's compute_loss of a microbatch, without the session's autocast: the model has its own."""
@@ -302,7 +310,7 @@ class PlannedTrainerMixin(_Base):
         self._loss_is_checked = self._divides_by_items()
         if self._loss_is_checked:
             return
-        losses = [self._evaluated(self._planned, factor * normalizer) for factor in (1.0, 2.0)]
+        losses = [self._evaluated(self._planned, factor * normalizer).loss for factor in (1.0, 2.0)]
         self._loss_is_checked = losses[0] != 0.0  # a batch without a label shows nothing
         if abs(losses[0] - 2.0 * losses[1]) > 1e-2 * abs(losses[0]):
             expected = "half the loss for twice the num_items_in_batch"
@@ -310,9 +318,9 @@ class PlannedTrainerMixin(_Base):
             remedy = "Return a sum over the tokens, divided by num_items_in_batch: microbatches differ in size."
             raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
 
-    def _evaluated(self, sequences: Any, normalizer: float) -> float:
+    def _evaluated(self, sequences: Any, normalizer: float) -> StepResult:
         compute_loss = loss_of(self, sequences, normalizer)
-        return self._trained().evaluate(sequences, compute_loss=compute_loss, normalizer=normalizer).loss
+        return self._trained().evaluate(sequences, compute_loss=compute_loss, normalizer=normalizer)
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         return self._trained().clip_grad_norm_(self.args.max_grad_norm)
@@ -376,7 +384,8 @@ class PlannedTrainerMixin(_Base):
 
     def _evaluate_batch(self, batch: Examples, planned: Any) -> tuple[float, float]:
         """Return the sum of a batch's losses, and their number."""
-        return self._evaluated(planned, 1.0), batch.num_loss_tokens
+        result, number = self._evaluated(planned, 1.0), batch.num_loss_tokens
+        return result.loss + number * self._balance_of(result), number
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as Trainer does. Collective if parameters are sharded: call it on all ranks."""
