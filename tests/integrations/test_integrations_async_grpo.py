@@ -12,7 +12,7 @@ pytest.importorskip("trl")  # an extra
 from async_runs import GROUP, Plain, Planned, Worker, rollouts, trained
 from grpo_runs import compared
 from peft import LoraConfig
-from preferences import model
+from preferences import family_model, model
 from trainers import difference, in_trainers
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 from trl.experimental.async_grpo.packing import TreeRow
@@ -33,6 +33,7 @@ CASES = {
     "adapters, over the ranks": {},
     "adapters alone sent, over the ranks": {},
     "at another temperature": {"temperature": 0.7},
+    "experts": {"router_aux_loss_coef": 0.5, "max_steps": 2},
 }
 
 
@@ -54,11 +55,16 @@ def saved(tmp_path_factory):
     ],
 )
 def test_async_grpo_is_trls(case, ranks, tmp_path, saved):
+    if case == "experts":
+        family_model("mixtral", torch.float64).save_pretrained(saved := tmp_path / case)
+
     def work(ranks, kind, _rank):
         config = dict(CASES[case])
         batches = config.pop("gradient_accumulation_steps", 1) if kind is not Plain else 1
         how = {name: make() for name, make in LORA.items()} if "adapters" in case else {}
         how |= {"sends_adapters": "alone" in case}
+        if case == "experts":
+            how["samples"] = [each for each in rollouts() if each.group_id]
         how |= {"config": {**config, "gradient_accumulation_steps": batches}, "update": 12 // batches}
         found = trained(kind, tmp_path / f"ranks{ranks}", ranks, saved, **how)
         return {name: found[name] for name in ("logs", "weights", "sent", "calls")}

@@ -152,11 +152,11 @@ def test_a_loss_that_may_lack_the_balance_loss_of_routers_is_refused_when_the_tr
             return super().compute_loss(*args, **how)
 
     model = family_model("mixtral", changes={"output_router_logits": True})
-    with pytest.raises(ConfigError, match="label_smoothing_factor: expected .* balance loss of the routers"):
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor: expected .* balance loss of the routers"):
         planned(arguments(tmp_path, label_smoothing_factor=0.1), model=model)
-    with pytest.raises(ConfigError, match="compute_loss: expected .* balance loss of the routers"):
+    with pytest.raises(ConfigError, match=r"compute_loss: expected .* balance loss of the routers"):
         planned(arguments(tmp_path), model=model, compute_loss_func=lambda outputs, *_, **__: outputs.logits.sum())
-    with pytest.raises(ConfigError, match="compute_loss: expected .* balance loss of the routers"):
+    with pytest.raises(ConfigError, match=r"compute_loss: expected .* balance loss of the routers"):
         Own(model=model, args=arguments(tmp_path), train_dataset=data(), data_collator=padded)
 
 

@@ -64,7 +64,11 @@ CASES = {
     "bf16": ({"bf16": True}, {}, 2e-2),
     "stream": ({"max_steps": 6}, {"train_dataset": Stream}, 2e-6),
     "datasets": ({"remove_unused_columns": True}, {"train_dataset": lambda: noted(data())}, 2e-6),
-    "experts": ({"eval_strategy": "steps", "eval_steps": 4}, {"model": experts, "eval_dataset": lambda: data([9, 64, 1, 20])}, 2e-6),
+    "experts": (
+        {"eval_strategy": "steps", "eval_steps": 4},
+        {"model": experts, "eval_dataset": lambda: data([9, 64, 1, 20])},
+        2e-6,
+    ),
     "sequential": ({"train_sampling_strategy": "sequential", "dataloader_drop_last": True}, {}, 2e-6),
 }
 

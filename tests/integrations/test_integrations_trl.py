@@ -91,7 +91,10 @@ SFT = {
     "adapters of one": ({"train_dataset": chats, **WHOLE, "peft_config": LORA}, {"max_steps": 2, "capacity": 250}),
     "layers with states": ({"train_dataset": chats, "model": partial(family_model, "qwen3_5_text")}, {"optim": "sgd"}),
     "experts": ({**CHATS, "model": partial(family_model, "qwen3_moe")}, {**BALANCED, **EVALUATED}),
-    "experts over the ranks": ({**CHATS, "model": partial(family_model, "mixtral")}, {**BALANCED, "packing": True, "max_length": 160}),
+    "experts over the ranks": (
+        {**CHATS, "model": partial(family_model, "mixtral")},
+        {**BALANCED, "packing": True, "max_length": 160},
+    ),
     "experts with sinks": ({**CHATS, "model": partial(family_model, "gpt_oss", attention="eager")}, EVALUATED),
     "dft, recomputed": (CHATS, {"loss_type": "dft", "activation_checkpointing": True, "assistant_only_loss": True}),
 }
