@@ -9,7 +9,8 @@ import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.models import has_balance_loss, has_own_logits, whole_model
+from lengthwise.models import coefficient_of, has_balance_loss, has_own_logits, whole_model
+from lengthwise.session import StepResult
 from lengthwise.session.loss_checks import KnownShare, ShareInChunks
 from lengthwise.session.losses import ComputeLoss
 from lengthwise.session.model import hugging_face_model
@@ -58,12 +59,27 @@ def is_next_tokens(trainer: Any) -> bool:
     )
 
 
-def refuse_without_balance(trainer: Any) -> None:
-    """Refuse a loss that may lack the balance loss of routers that the model's config asks for.
+def balance_of(trainer: Any, result: StepResult) -> float:
+    """Return the part of a pass's loss that balances the routers of the trainer's model."""
+    if result.router_loss is None:
+        return 0.0
+    return coefficient_of(hugging_face_model(trainer.model).config) * result.router_loss
+
+
+def check_division(trainer: Any) -> None:
+    """Refuse a loss that is known to be a mean over a microbatch, or that may lack the routers' balance loss.
 
     Raises:
-        ConfigError: it is the user's, or has smoothed labels.
+        ConfigError: it is one of these.
     """
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        remedy = "Give compute_loss_func, which divides a sum over the tokens by num_items_in_batch."
+        got = "a model that takes no num_items_in_batch: its loss is a mean over a microbatch"
+        raise ConfigError("model", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
+    if trainer.loss_is_scaled_for_ga is False:
+        got = "loss_is_scaled_for_ga=False, a mean over a microbatch"
+        remedy = "Divide a sum over the tokens by num_items_in_batch."
+        raise ConfigError("compute_loss", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
     if not has_balance_loss(hugging_face_model(trainer.model).config):
         return
     if trainer._divides_by_items() and trainer.label_smoother is None:

@@ -30,12 +30,11 @@ from lengthwise.integrations.arguments import (
 )
 from lengthwise.integrations.batches import Examples, PlannedUpdates, RowCollator, checked
 from lengthwise.integrations.known import check_rows, rows_of_loader, rows_of_training, warn_of_no_label
-from lengthwise.integrations.trainer_loss import is_next_tokens, loss_of, refuse_without_balance
+from lengthwise.integrations.trainer_loss import balance_of, check_division, is_next_tokens, loss_of
 from lengthwise.integrations.trainer_state import load_state, save_state
-from lengthwise.models import check_adapters, coefficient_of
+from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
 from lengthwise.session.keywords import StepOptions, keyword_problems
-from lengthwise.session.model import hugging_face_model
 from lengthwise.session.row_batch import Row
 
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of plain data parallelism
@@ -123,15 +122,7 @@ class PlannedTrainerMixin(_Base):
 
     def _check_division(self) -> None:
         """Refuse a loss that is known to be a mean over a microbatch, or that may lack the routers' balance loss."""
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            remedy = "Give compute_loss_func, which divides a sum over the tokens by num_items_in_batch."
-            got = "a model that takes no num_items_in_batch: its loss is a mean over a microbatch"
-            raise ConfigError("model", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
-        if self.loss_is_scaled_for_ga is False:
-            got = "loss_is_scaled_for_ga=False, a mean over a microbatch"
-            remedy = "Divide a sum over the tokens by num_items_in_batch."
-            raise ConfigError("compute_loss", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
-        refuse_without_balance(self)
+        check_division(self)
 
     # Its arguments.
 
@@ -292,9 +283,7 @@ class PlannedTrainerMixin(_Base):
 
     def _balance_of(self, result: StepResult) -> float:
         """Return the part of a pass's loss that balances the routers."""
-        if result.router_loss is None:
-            return 0.0
-        return coefficient_of(hugging_face_model(self.model).config) * result.router_loss
+        return balance_of(self, result)
 
     def _share_of_loss(self, model: nn.Module, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
         """Return Trainer's compute_loss of a microbatch, without the session's autocast: the model has its own."""
