@@ -33,7 +33,6 @@ CASES = {
     "adapters, over the ranks": {},
     "adapters alone sent, over the ranks": {},
     "at another temperature": {"temperature": 0.7},
-    "experts": {"router_aux_loss_coef": 0.5, "max_steps": 2},
 }
 
 
@@ -55,16 +54,11 @@ def saved(tmp_path_factory):
     ],
 )
 def test_async_grpo_is_trls(case, ranks, tmp_path, saved):
-    if case == "experts":
-        family_model("mixtral", torch.float64).save_pretrained(saved := tmp_path / case)
-
     def work(ranks, kind, _rank):
         config = dict(CASES[case])
         batches = config.pop("gradient_accumulation_steps", 1) if kind is not Plain else 1
         how = {name: make() for name, make in LORA.items()} if "adapters" in case else {}
         how |= {"sends_adapters": "alone" in case}
-        if case == "experts":
-            how["samples"] = [each for each in rollouts() if each.group_id]
         how |= {"config": {**config, "gradient_accumulation_steps": batches}, "update": 12 // batches}
         found = trained(kind, tmp_path / f"ranks{ranks}", ranks, saved, **how)
         return {name: found[name] for name in ("logs", "weights", "sent", "calls")}
@@ -208,3 +202,11 @@ def test_all_ranks_end_when_the_worker_of_the_first_fails(tmp_path, saved):
     first, second = in_trainers(work, 2, tmp_path)
     assert first == "no rollout for 300.0 seconds"
     assert "got RuntimeError: no rollout for 300.0 seconds" in second
+
+
+def test_a_balance_loss_that_depends_on_packs_is_refused(tmp_path):
+    family_model("mixtral", torch.float64).save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss_coef: expected 0; got 0\.001, but TRL counts a prompt once"
+    ):
+        trained(Planned, tmp_path, 1, tmp_path / "model")

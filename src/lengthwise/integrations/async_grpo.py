@@ -67,6 +67,13 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
             problems.append(ConfigError("token_budget", expected="None or 0", got=got, remedy="Remove it."))
         return problems
 
+    def _check_division(self) -> None:
+        """Refuse a balance loss of routers: TRL's depends on which rollouts it packs."""
+        if self.aux_loss_enabled:
+            got = f"{self.router_aux_loss_coef:g}, but TRL counts a prompt once in each pack of rollouts that share it"
+            remedy = "Set router_aux_loss_coef to 0."
+            raise ConfigError("router_aux_loss_coef", expected="0", got=got, remedy=remedy)
+
     def _own(self, arguments: Any, callables: list[str]) -> Any:
         arguments, loading = copy.copy(arguments), copy.copy(arguments.accelerator_config)
         loading.split_batches = loading.dispatch_batches = False  # which TRL sets for the loader that it makes
@@ -119,7 +126,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         """
         self._batches = [next(epoch_iterator), *[Examples(rows=(), num_examples=0)] * (num_batches - 1)]
         limit, rows = self._trained().longest_tokens, self._batches[0].rows
-        for row in filter(self._runs, rows):
+        for row in filter(_trains, rows):
             if (tokens := len(row["input_ids"])) > limit:
                 remedy = "Run on more ranks, raise capacity_tokens, or have the worker end rollouts earlier."
                 expected, got = f"at most {limit} tokens, what the ranks hold", f"{tokens}"
@@ -129,10 +136,6 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
             expected, got = "a token that trains in each update", f"none in {len(rows)} rollouts"
             raise DataError("completion_mask", expected=expected, got=got, remedy=remedy)
         return self._batches, self._get_num_items_in_batch(self._batches, device)
-
-    def _runs(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a rollout is in the step: the routers' balance loss counts all tokens."""
-        return self.aux_loss_enabled or _trains(row)
 
     def _log_rollouts(self, samples: list[Rollout]) -> None:
         self._trained_groups.update(each["group_id"] for each in samples)
@@ -152,7 +155,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         planned: Any = [
             {"input_ids": row["input_ids"], "labels": row["labels"], SLOTS: _slots(row["labels"], int(first))}
             for row, first in zip(rows, places, strict=False)
-            if self._runs(row)
+            if _trains(row)
         ]
         size, columns, as_sum = int(places[-1]), self._columns(rows), None
         self.current_gradient_accumulation_steps = 1  # the loss is that of the whole update
@@ -193,11 +196,9 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         inputs |= {"token_index": has_term.nonzero().T, "attention_mask": torch.ones_like(inputs["input_ids"])}
         inputs |= dict.fromkeys(_OF_ATTENTION, torch.zeros(1, 2, dtype=torch.long, device=leaf.device))  # which has run
         fields = {name: each[None] for name, each in zip(NUMBERS, leaf, strict=True)}
-        answers: Any = Answers(fields, balance := self._new_balance())
+        answers: Any = Answers(fields, self._new_balance())
         with ungathered(self.accelerator), torch.enable_grad():
             loss = self.compute_loss(answers, inputs)
-        if self.aux_loss_enabled:
-            self._metrics["train"]["aux_loss"][-1:] = [balance.item()]  # TRL divides the sum over ranks
         (gradient,) = self._gradients(loss, leaf)
         return loss.item(), gradient
 
