@@ -41,12 +41,13 @@ def model(dtype=torch.float32, **changes):
     return small_model(dtype, vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=None, **changes)
 
 
-def states_model(family="qwen3_5_text"):
-    """Return a small model with layers that have states, of the tokenizer's vocabulary."""
+def family_model(family, dtype=torch.float32, attention="sdpa", changes=None):
+    """Return a small model of a family, of the tokenizer's vocabulary."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config = tiny_family_config(family, {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1})
-        made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        words = {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+        config = tiny_family_config(family, {**words, **(changes or {})})
+        made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     return enliven(made.train())
 
 

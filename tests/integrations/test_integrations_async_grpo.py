@@ -12,7 +12,7 @@ pytest.importorskip("trl")  # an extra
 from async_runs import GROUP, Plain, Planned, Worker, rollouts, trained
 from grpo_runs import compared
 from peft import LoraConfig
-from preferences import model
+from preferences import family_model, model
 from trainers import difference, in_trainers
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 from trl.experimental.async_grpo.packing import TreeRow
@@ -202,3 +202,11 @@ def test_all_ranks_end_when_the_worker_of_the_first_fails(tmp_path, saved):
     first, second = in_trainers(work, 2, tmp_path)
     assert first == "no rollout for 300.0 seconds"
     assert "got RuntimeError: no rollout for 300.0 seconds" in second
+
+
+def test_a_balance_loss_that_depends_on_packs_is_refused(tmp_path):
+    family_model("mixtral", torch.float64).save_pretrained(tmp_path / "model")
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss_coef: expected 0; got 0\.001, but TRL counts a prompt once"
+    ):
+        trained(Planned, tmp_path, 1, tmp_path / "model")

@@ -10,7 +10,7 @@ pytest.importorskip("trl")  # an extra
 
 from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, compared, in_place, trained, with_tools
 from peft import LoraConfig
-from preferences import model
+from preferences import family_model, model
 from trainers import difference, in_trainers, weights_of
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.utils import pad
@@ -30,6 +30,8 @@ LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_mo
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 TOKENS = {**SERVER, "vllm_importance_sampling_mode": "token_truncate"}
+ONE_BATCH = {"gradient_accumulation_steps": 1, "rows": 24}  # TRL's balance loss is a mean of batches
+BALANCED = {"router_aux_loss_coef": 0.5, **ONE_BATCH}
 CASES = {
     "dapo, off-policy, KL, sampled elsewhere, over the ranks": {**TOKENS, **OFF, "beta": 0.1, "delta": 1.5},
     "bnpo, tools, evaluated": {"loss_type": "bnpo", "tools": True, **EVALUATED},  # others' losses of groups are 0
@@ -45,6 +47,7 @@ CASES = {
     },
     "generated, over the ranks": {"temperature": 1.0, "generation_kwargs": {"do_sample": False}},
     "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
+    "experts, evaluated": {"family": "mixtral", "loss_type": "grpo", **BALANCED, **EVALUATED},
     "dapo": {},
     "grpo, KL": {"loss_type": "grpo", "beta": 0.1},
     "grpo, a reference that follows": {
@@ -67,6 +70,11 @@ CASES = {
     "off-policy mask": {**TOKENS, "off_policy_mask_threshold": 0.05, "loss_type": "grpo"},
     "adapters, KL, over the ranks": {"beta": 0.1, "use_bias_correction_kl": True, **OFF},
     "recomputed": {},
+    "experts, over the ranks": {"family": "qwen3_moe", **BALANCED},
+    "experts, sequences, off-policy": {"family": "mixtral", "importance_sampling_level": "sequence", **BALANCED, **OFF},
+    "experts, truncated masked": {"family": "qwen3_moe", "mask_truncated_completions": True, **BALANCED},
+    "experts, rloo": {"family": "mixtral", "rloo": True, "beta": 0.0, **BALANCED},
+    "experts with sinks": {"family": "gpt_oss", **ONE_BATCH},
 }
 
 
@@ -78,26 +86,30 @@ def saved(tmp_path_factory):
     return folder
 
 
-def loaded(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+def loaded(folder, **how):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how)
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks"), [*[(case, 2) for case in list(CASES)[:5]], *[more(case, 3) for case in CASES]]
+    ("case", "ranks"), [*[(case, 2) for case in list(CASES)[:6]], *[more(case, 3) for case in CASES]]
 )
 def test_grpo_is_trls(case, ranks, tmp_path, saved):
     config = dict(CASES[case])
     how = {"rollout_func": with_tools} if config.pop("tools", False) else {}
     how |= {name: make() for name, make in LORA.items()} if "adapters" in case else {}
     plain, planned = (PlainRLOO, PlannedRLOO) if config.pop("rloo", False) else (Plain, Planned)
+    if family := config.pop("family", None):
+        attention = "eager" if family == "gpt_oss" else "sdpa"  # of sinks
+        family_model(family, torch.float64, attention).save_pretrained(saved := tmp_path / family)
+    in_fp64 = {"experts_implementation": "eager", "attn_implementation": attention} if family else {}
     how |= {"rows": config.pop("rows", 12), "generates": "generated" in case, "config": config}
 
     def work(ranks, kind, _rank):
         # Plain checkpointing would run layers again outside of what keeps fp64.
         config["activation_checkpointing"] = case == "recomputed" and kind is not plain
-        found = trained(kind, tmp_path / f"ranks{ranks}", ranks, loaded(saved), **how)
+        found = trained(kind, tmp_path / f"ranks{ranks}", ranks, loaded(saved, **in_fp64), **how)
         trainer = found.pop("trainer")
-        assert kind is plain or trainer._last.plan.parents, "completions share prompts"
+        assert kind is plain or bool(trainer._last.plan.parents) != bool(family), "completions share prompts"
         server = getattr(trainer, "vllm_generation", None)
         sent = [] if server is None else server.weights
         return {**found, "sent": sent, "draws": torch.get_rng_state().tolist()}

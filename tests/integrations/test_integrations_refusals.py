@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
+from preferences import family_model
 from trainers import CAPACITY, Kept, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -143,6 +144,20 @@ def test_wrong_arguments_of_the_session_are_refused_beside_the_trainers_when_it_
     assert {each.where for each in raised.value.problems} == wrong.keys()
     with pytest.raises(ConfigError, match=r"recompute: .* Set gradient_checkpointing=True"):
         planned(arguments(tmp_path), recompute="layer")
+
+
+def test_a_loss_that_may_lack_the_balance_loss_of_routers_is_refused_when_the_trainer_is_made(tmp_path):
+    class Own(PlannedTrainerMixin, Trainer):
+        def compute_loss(self, *args, **how):
+            return super().compute_loss(*args, **how)
+
+    model = family_model("mixtral", changes={"output_router_logits": True})
+    with pytest.raises(ConfigError, match=r"label_smoothing_factor: expected .* balance loss of the routers"):
+        planned(arguments(tmp_path, label_smoothing_factor=0.1), model=model)
+    with pytest.raises(ConfigError, match=r"compute_loss: expected .* balance loss of the routers"):
+        planned(arguments(tmp_path), model=model, compute_loss_func=lambda outputs, *_, **__: outputs.logits.sum())
+    with pytest.raises(ConfigError, match=r"compute_loss: expected .* balance loss of the routers"):
+        Own(model=model, args=arguments(tmp_path), train_dataset=data(), data_collator=padded)
 
 
 TABLES = {"list": lambda rows: rows, "datasets": Dataset.from_list}

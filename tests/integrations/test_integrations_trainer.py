@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset
+from preferences import family_model, whole_model
 from preferences import tokenizer as words
-from preferences import whole_model
 from safetensors.torch import save_file
 from torch.utils.data import IterableDataset
 from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers, padded, relative, trained
@@ -42,6 +42,13 @@ def with_z_loss(outputs, labels, num_items_in_batch=None):
     return (found + 1e-3 * z) / num_items_in_batch
 
 
+def experts():
+    """Return a small mixture of experts whose config asks for their balance loss."""
+    made = family_model("qwen3_moe", changes={"output_router_logits": True, "router_aux_loss_coef": 0.5})
+    made.set_experts_implementation("eager")
+    return made
+
+
 # name: (arguments, what else a trainer is given, most that loss, norm and weights differ)
 CASES = {
     "base": ({}, {}, 2e-6),
@@ -57,6 +64,11 @@ CASES = {
     "bf16": ({"bf16": True}, {}, 2e-2),
     "stream": ({"max_steps": 6}, {"train_dataset": Stream}, 2e-6),
     "datasets": ({"remove_unused_columns": True}, {"train_dataset": lambda: noted(data())}, 2e-6),
+    "experts": (
+        {"eval_strategy": "steps", "eval_steps": 4},
+        {"model": experts, "eval_dataset": lambda: data([9, 64, 1, 20])},
+        2e-6,
+    ),
     "sequential": ({"train_sampling_strategy": "sequential", "dataloader_drop_last": True}, {}, 2e-6),
 }
 
@@ -68,7 +80,8 @@ def noted(rows):
 def run(name, folder, *, ranks):
     changes, options, _ = CASES[name]
     kind = PLANNED if ranks else Trainer
-    options = {key: value() if key == "train_dataset" else value for key, value in options.items()}
+    made = ("train_dataset", "eval_dataset", "model")
+    options = {key: value() if key in made else value for key, value in options.items()}
     found = trained(kind, arguments(folder, ranks or 1, **{"max_steps": 8, **changes}), **options)
     found.pop("trainer")
     return found
@@ -90,7 +103,7 @@ def test_a_planned_trainer_is_the_plain_trainer(tmp_path):
             assert got["events"] == expected["events"], name
             assert len(got["logs"]) == len(expected["logs"]) > 4, name
             for here, there in zip(got["logs"], expected["logs"], strict=True):
-                for key in there.keys() & {"loss", "train_loss"}:
+                for key in there.keys() & {"loss", "train_loss", "eval_loss"}:
                     assert relative(here[key], there[key]) < limit, (name, here["step"])
                 if "grad_norm" in there:
                     assert relative(here["grad_norm"], there["grad_norm"]) < 10 * limit, (name, here["step"])

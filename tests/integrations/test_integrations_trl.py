@@ -8,7 +8,7 @@ import torch
 trl = pytest.importorskip("trl")  # an extra
 
 from peft import LoraConfig  # noqa: E402
-from preferences import chats, completions, model, pairs, processor, states_model, tokenizer, whole_model  # noqa: E402
+from preferences import chats, completions, family_model, model, pairs, processor, tokenizer, whole_model  # noqa: E402
 from trainers import difference, in_trainers, relative, trained  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
@@ -75,24 +75,32 @@ def compared(one, found, *, tolerance=5e-5, weights=2e-4, others=(), rings=True)
 
 
 LORA = partial(LoraConfig, r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+BALANCED = {"router_aux_loss_coef": 0.5}
+EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 CHATS = {"train_dataset": chats, "eval_dataset": partial(chats, 8)}
 WHOLE = {"model": whole_model, "processing_class": processor}
 SFT = {
     "the whole chat": (CHATS, {}),
-    "assistant turns alone": (CHATS, {"assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 1}),
+    "assistant turns alone": (CHATS, {"assistant_only_loss": True, **EVALUATED}),
     "completions, accumulated": ({"train_dataset": completions}, {"gradient_accumulation_steps": 2, "max_steps": 2}),
     "packed": ({"train_dataset": chats}, {"packing": True, "max_length": 160, "max_steps": 2}),
     "adapters": ({**CHATS, "peft_config": LORA}, {"assistant_only_loss": True}),
-    "over the ranks": (CHATS, {"assistant_only_loss": True, "eval_strategy": "steps", "eval_steps": 1}),
+    "over the ranks": (CHATS, {"assistant_only_loss": True, **EVALUATED}),
     "adapters over the ranks": ({**CHATS, "peft_config": LORA}, {"assistant_only_loss": True}),
     "a model with a tower": ({"train_dataset": chats, **WHOLE}, {"max_steps": 2, "capacity": 250}),
     "adapters of one": ({"train_dataset": chats, **WHOLE, "peft_config": LORA}, {"max_steps": 2, "capacity": 250}),
-    "layers with states": ({"train_dataset": chats, "model": states_model}, {"max_steps": 2, "optim": "sgd"}),
+    "layers with states": ({"train_dataset": chats, "model": partial(family_model, "qwen3_5_text")}, {"optim": "sgd"}),
+    "experts": ({**CHATS, "model": partial(family_model, "qwen3_moe")}, {**BALANCED, **EVALUATED}),
+    "experts over the ranks": (
+        {**CHATS, "model": partial(family_model, "mixtral")},
+        {**BALANCED, "packing": True, "max_length": 160},
+    ),
+    "experts with sinks": ({**CHATS, "model": partial(family_model, "gpt_oss", attention="eager")}, EVALUATED),
     "dft, recomputed": (CHATS, {"loss_type": "dft", "activation_checkpointing": True, "assistant_only_loss": True}),
 }
 
 
-@pytest.mark.parametrize("case", some(SFT, list(SFT).index("over the ranks")))
+@pytest.mark.parametrize("case", some(SFT, list(SFT).index("over the ranks"), list(SFT).index("experts")))
 def test_sft_is_trls(case, tmp_path):
     data, changes = SFT[case]
 
@@ -121,26 +129,30 @@ DPO = {
     "over the ranks": {},
     "in stages": STAGES,
     "adapters in stages": {**STAGES, "max_steps": 1},
-    "layers with states": {"activation_checkpointing": True, "max_steps": 2},
+    "layers with states": {"family": "lfm2", "activation_checkpointing": True},
     "a model with a tower": {"max_steps": 2},
     "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "activation_checkpointing": True},
-    "weighted, evaluated": {"use_weighting": True, "ld_alpha": 0.5, "eval_strategy": "steps", "eval_steps": 1},
+    "weighted, evaluated": {"use_weighting": True, "ld_alpha": 0.5, **EVALUATED},
+    "experts": {"family": "mixtral", **BALANCED, **EVALUATED},
+    "experts over the ranks": {"family": "qwen3_moe", "activation_checkpointing": True, **BALANCED},
+    "experts in stages": {"family": "qwen3_moe", **STAGES, **BALANCED},
 }
 
 
-@pytest.mark.parametrize("case", some(DPO, list(DPO).index("a model with a tower")))
+@pytest.mark.parametrize("case", some(DPO, list(DPO).index("a model with a tower"), list(DPO).index("experts")))
 def test_dpo_is_trls(case, tmp_path):
     def make():
         data = {"train_dataset": pairs(), "eval_dataset": pairs(6)}
         if "adapters" in case:
             return {**data, "peft_config": LORA()}
-        if case == "layers with states":
-            return {**data, "model": states_model("lfm2"), "ref_model": states_model("lfm2")}
+        if family:
+            return {**data, "model": family_model(family), "ref_model": family_model(family)}
         if case == "a model with a tower":
             return {**data, "model": whole_model(), "ref_model": whole_model(), "processing_class": processor()}
         return {**data, "ref_model": model()}
 
-    how = {"shard": "zero3" if case == "over the ranks" else "auto", **DPO[case]}
+    how = {"shard": "zero3" if "over the ranks" in case else "auto", **DPO[case]}
+    family = how.pop("family", None)
     one, found = both(DPOTrainer, PlannedDPOTrainer, DPOConfig, tmp_path, make=make, **how)
     compared(one, found, tolerance=2e-4, rings="stages" not in case)
 

@@ -167,7 +167,7 @@ def test_expert_that_no_token_chooses_has_no_gradient_but_its_router_has():
 
 
 def test_order_real_calls_are_those_of_the_checked_order():
-    """Counting: ring rounds, one sum; then the kept graph's backward, then the rest; in evaluation ring rounds only."""
+    """Counting: ring rounds, one sum; then the kept graph's backward, then the rest. In evaluation the sum is last."""
     plan, batch = planned(3), make_batch(LENGTHS, vocab=48)
     pair("olmoe")
     kept = last_on_all_ranks(plan)
@@ -181,7 +181,8 @@ def test_order_real_calls_are_those_of_the_checked_order():
         done = run_part(plan, batch, StepContext(model, Mesh(transport, 1), kernel, name="step", train=train))
         return [(call.name, call.phase) for call in transport.calls], done.router_loss
 
-    for rank, (calls, _) in enumerate(StrictWorld(3).run(lambda t: called(t, True))):
+    trained, evaluated = (StrictWorld(3).run(lambda t, train=train: called(t, train)) for train in (True, False))
+    for rank, (calls, _) in enumerate(trained):
         numbers = {program.index: number for number, program in enumerate(lower_plan(plan, rank), start=1)}
         expected = []
         for label, operations in list(rank_groups(plan, rank, windows=[None] * 2, counts_routers=True))[:-1]:
@@ -192,9 +193,10 @@ def test_order_real_calls_are_those_of_the_checked_order():
             number = numbers[int(microbatch.removeprefix("microbatch "))]
             expected.append(("exchange", f"step, microbatch {number} of {len(numbers)} {kind}"))
         assert calls == expected
-    for calls, router_loss in StrictWorld(3).run(lambda t: called(t, False)):
-        assert all(name == "exchange" and phase.endswith("forward") for name, phase in calls)
-        assert router_loss == 0
+    for calls, _ in evaluated:
+        assert all(name == "exchange" and phase.endswith("forward") for name, phase in calls[:-1])
+        assert calls[-1] == ("all_reduce", "step, sum of the routers' counts")
+    assert sum(loss for _, loss in evaluated) == pytest.approx(sum(loss for _, loss in trained), rel=1e-6) > 0
 
 
 def test_routers_are_counted_by_the_logits_of_the_forward_under_autocast(monkeypatch):

@@ -51,6 +51,7 @@ from lengthwise.models import (
     mixing_of,
     model_router_logits,
     run_chunk,
+    sum_probabilities,
     token_keys,
 )
 from lengthwise.program import Segment, far_peers
@@ -191,7 +192,9 @@ class _RankStep:
         self._numbers = {index: number for number, index in enumerate(program.microbatches, start=1)}
         self._messages = Messages(mesh=context.mesh, name=context.name)
         self._has_dropout = has_dropout(context.model)
+        self._counts_routers = has_balance_loss(context.model.config)
         self._counts: Tensor | None = None  # counts of the routers' choices
+        self._probabilities: Tensor | None = None  # sums of them, if nothing trains
         self._balance: RouterBalance | None = None  # set once choices are counted
         self._prepared, self._kept = dict[Place, _Prepared](), dict[Place, KeptForward]()
         self._windows = frozenset[int | None]()  # of the layers that have run; complete after a microbatch
@@ -201,15 +204,26 @@ class _RankStep:
         if self._has_dropout and context.train:
             self.mesh.world.phase = f"{context.name}, counting calls of dropout"
             count_dropout_calls(self.model, self.mesh, self.chunks, context.kernel, self.device)
+        if self._counts_routers:
+            self._counts = count_choices(self.model, [])
         if program.counting is not None:
-            self._counts = counts = count_choices(self.model, [])
             self._take(program.counting)
-            self.mesh.world.phase = f"{context.name}, sum of the routers' counts"
-            self.mesh.world.all_reduce(counts)
-            self._counts, self._balance = None, RouterBalance(self.model, counts)
+            self._balance = self._balance_of_all()
             for kept in self._kept.values():
                 self._add_share(kept)
         self._take(program.turns)
+        if self._counts is not None:  # nothing trains, so one pass is enough
+            balance = self._balance_of_all()
+            if self._probabilities is not None:
+                self.sums[1] += balance.share_of(self._probabilities)
+
+    def _balance_of_all(self) -> RouterBalance:
+        """Return the balance loss of the choices that all ranks have counted. Collective."""
+        counts, self._counts = self._counts, None
+        assert counts is not None, "counted before"
+        self.mesh.world.phase = f"{self.context.name}, sum of the routers' counts"
+        self.mesh.world.all_reduce(counts)
+        return RouterBalance(self.model, counts)
 
     def _take(self, turns: Sequence[Turn]) -> None:
         for turn in turns:
@@ -282,6 +296,9 @@ class _RankStep:
         self._windows |= planned.windows
         if self._counts is not None:
             self._counts += count_choices(self.model, routers)
+            if routers and not self.context.train:
+                sums = sum_probabilities(routers)
+                self._probabilities = sums if self._probabilities is None else self._probabilities + sums
         if keeps:
             after = list[Tensor]()
             self._kept[action.place] = kept = KeptForward(
@@ -314,7 +331,7 @@ class _RankStep:
     def _output(self, action: Pass, chunk: Chunk, prepared: _Prepared, routers: list[Tensor]) -> Tensor:
         """Return the hidden states of a chunk, or its loss, (), or an empty tensor if only routers are counted."""
         planned, tensors = prepared.planned, prepared.tensors
-        collect = routers.extend if self.program.counting is not None else None
+        collect = routers.extend if self._counts_routers else None
         if not chunk.is_last:
             return run_chunk(self.model, planned, *tensors[:2], collect_router=collect)
         if action.kind == "forward":

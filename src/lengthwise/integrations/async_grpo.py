@@ -67,6 +67,13 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
             problems.append(ConfigError("token_budget", expected="None or 0", got=got, remedy="Remove it."))
         return problems
 
+    def _check_division(self) -> None:
+        """Refuse a balance loss of routers: TRL's depends on which rollouts it packs."""
+        if self.aux_loss_enabled:
+            got = f"{self.router_aux_loss_coef:g}, but TRL counts a prompt once in each pack of rollouts that share it"
+            remedy = "Set router_aux_loss_coef to 0."
+            raise ConfigError("router_aux_loss_coef", expected="0", got=got, remedy=remedy)
+
     def _own(self, arguments: Any, callables: list[str]) -> Any:
         arguments, loading = copy.copy(arguments), copy.copy(arguments.accelerator_config)
         loading.split_batches = loading.dispatch_batches = False  # which TRL sets for the loader that it makes
@@ -187,10 +194,11 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         inputs |= {name: columns[name][has_term][None] for name in _BY_TERM}
         inputs |= {"token_index": has_term.nonzero().T, "attention_mask": torch.ones_like(inputs["input_ids"])}
         inputs |= dict.fromkeys(_OF_ATTENTION, torch.zeros(1, 2, dtype=torch.long, device=leaf.device))  # which has run
-        answers: Any = Answers({name: each[None] for name, each in zip(NUMBERS, leaf, strict=True)})
+        fields = {name: each[None] for name, each in zip(NUMBERS, leaf, strict=True)}
+        answers: Any = Answers(fields, self._new_balance())
         with ungathered(self.accelerator), torch.enable_grad():
             loss = self.compute_loss(answers, inputs)
-        (gradient,) = torch.autograd.grad(loss, leaf)
+        (gradient,) = self._gradients(loss, leaf)
         return loss.item(), gradient
 
     def _log_step_metrics(self) -> None:

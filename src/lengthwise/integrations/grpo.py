@@ -148,7 +148,7 @@ class RolloutMixin(TokenLossMixin):
         """Return log-probabilities of this rank's completions, which all ranks compute by one plan."""
         if isinstance(model, Answers):
             answer = model()
-            return answer.log_probs, answer.entropy, None
+            return answer.log_probs, answer.entropy, answer.aux_loss
         if any(how.get(name) is not None for name in OF_IMAGES):
             remedy = "Take the images out of the prompts."
             raise DataError("dataset", expected="prompts of text", got="images", remedy=remedy)
@@ -182,7 +182,7 @@ class RolloutMixin(TokenLossMixin):
         return torch.tensor(loss, device=self.args.device)
 
     def _update_by(self, batches: Sequence[Mapping[str, Any]]) -> tuple[float, StepResult]:
-        rows, size = planned_rows(batches), sum(map(num_slots, batches))
+        rows, size = planned_rows(batches, self.aux_loss_enabled), sum(map(num_slots, batches))
         as_sum = self._as_sum(batches, size) if self._is_sum() else None
         return self._updated(rows, size, partial(self._loss, batches), as_sum)
 
@@ -202,7 +202,7 @@ class RolloutMixin(TokenLossMixin):
     def _loss(self, batches: Sequence[Mapping[str, Any]], numbers: Tensor) -> tuple[float, Tensor]:
         """Return TRL's loss of an update's batches, and its gradient by the numbers, (2, tokens); TRL logs metrics."""
         leaf, first, ranks = numbers.detach().clone().requires_grad_(), 0, self.accelerator.num_processes
-        losses = list[Tensor]()
+        losses, balance = list[Tensor](), self._new_balance()
         compute_loss: Any = self._compute_loss if self._is_sum() else self.compute_loss
         with ungathered(self.accelerator), self._synchronized(), torch.enable_grad():
             for number, batch in enumerate(batches):
@@ -211,12 +211,12 @@ class RolloutMixin(TokenLossMixin):
                 fields = {name: each[first:last].view(shape) for name, each in zip(NUMBERS, leaf, strict=True)}
                 # TRL divides by its part of the ranks' tokens; here one rank has all of them.
                 given = {**batch, **{name: batch[name] * ranks for name in ("num_items_in_batch",) if name in batch}}
-                losses.append(compute_loss(Answers(fields), given))
+                losses.append(compute_loss(Answers(fields, balance), given))
                 first = last
         total = torch.stack(losses).sum()
         if self.model.training and self.loss_is_scaled_for_ga is False:  # else TRL has divided it
             total = total / self.current_gradient_accumulation_steps
-        (gradient,) = torch.autograd.grad(total, leaf)
+        (gradient,) = self._gradients(total, leaf)
         return total.item(), gradient
 
     @contextmanager
@@ -261,7 +261,8 @@ class RolloutMixin(TokenLossMixin):
         state, whole = self.accelerator.gradient_state, self.args.eval_batch_size * self.args.world_size
         for prompts in dataloader:
             batch = self._prepare_inputs(prompts)
-            loss, _ = self._loss([batch], self._numbers(planned_rows([batch]), num_slots(batch)))
+            rows = planned_rows([batch], self.aux_loss_enabled)
+            loss, _ = self._loss([batch], self._numbers(rows, num_slots(batch)))
             # Accelerate cuts the last batch's copies of its loss to the remainder of the data set's prompts.
             weight = state.remainder / whole if state.end_of_dataloader and state.remainder > 0 else 1.0
             yield len(prompts), loss * weight, weight

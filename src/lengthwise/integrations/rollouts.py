@@ -48,17 +48,18 @@ def num_slots(batch: Mapping[str, Tensor]) -> int:
     return batch["completion_mask"].numel()
 
 
-def planned_rows(batches: Sequence[Mapping[str, Tensor]]) -> list[Row]:
+def planned_rows(batches: Sequence[Mapping[str, Tensor]], every: bool = False) -> list[Row]:
     """Return the rows of a plan, with labels on completions alone, and where their predictions' numbers stand.
 
-    A completion that is masked as a whole has no row. If all are, one prompt without a label is the step.
+    every: keep the prompt of a completion that is masked as a whole, for routers. Else it has no row; if all are
+    masked, one prompt without a label is the step.
 
     Raises:
         DataError: a prompt without a token, so that nothing predicts the first one of its completion.
     """
     found, first = list[Row](), 0
     for batch in batches:
-        found += _rows(batch, first)
+        found += _rows(batch, first, every)
         first += num_slots(batch)
     if found:
         return found
@@ -66,12 +67,12 @@ def planned_rows(batches: Sequence[Mapping[str, Tensor]]) -> list[Row]:
     return [{"input_ids": prompt, "labels": np.full(len(prompt), NO_LOSS), SLOTS: np.zeros(len(prompt), int)}]
 
 
-def _rows(batch: Mapping[str, Tensor], first: int) -> Iterator[Row]:
+def _rows(batch: Mapping[str, Tensor], first: int, every: bool) -> Iterator[Row]:
     prompts, prompt_mask, completions, mask = (batch[name].cpu().numpy() for name in (*PROMPTS, *COMPLETIONS))
     width = mask.shape[1]
     for number, has_token in enumerate(mask.astype(bool)):
         prompt, completion = prompts[number][prompt_mask[number].astype(bool)], completions[number][has_token]
-        if not len(completion):
+        if not len(completion) and not every:
             continue
         if not len(prompt):
             remedy = "Give the tokenizer a token that begins a text, or leave the row out."

@@ -21,9 +21,10 @@ from trl.trainer.utils import FusedCausalLMOutput
 from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.transformers import PlannedTrainerMixin
-from lengthwise.models import has_dropout
+from lengthwise.models import coefficient_key, has_dropout
 from lengthwise.session import Session, StepResult
 from lengthwise.session.loss_checks import ShareInChunks
+from lengthwise.session.model import hugging_face_model
 from lengthwise.session.row_batch import Row
 
 SLOTS = "slots"
@@ -68,9 +69,15 @@ class TokenLossMixin(PlannedTrainerMixin):
 
     _reference: Session | None = None
 
+    _router_loss = 0.0
+    """The balance loss of the routers over all tokens of the last pass."""
+    _balance: Tensor
+    """The same, as TRL's last loss got it."""
+    _coefficient: float | None = None
+    """The gradient of TRL's last loss by it; None: the coefficient of TRL's argument."""
+
     def _check_division(self) -> None:
         """Accept a mean: TRL's loss gets all rows of a batch at once."""
-        refuse_balance(self)
 
     def _stages_problems(self, why: str) -> list[LengthwiseError]:
         if (stages := self._session_options.get("stages", 1)) == 1:
@@ -85,7 +92,8 @@ class TokenLossMixin(PlannedTrainerMixin):
     def _start_session(self, optimizer: Any) -> Session:
         if self.ref_model is not None:  # its memory counts when the model is measured
             self.ref_model.to(self.args.device)
-        return super()._start_session(optimizer)
+        with self._balancing():
+            return super()._start_session(optimizer)
 
     def _session_of_model(self) -> Session:
         session = self._trained()
@@ -123,7 +131,9 @@ class TokenLossMixin(PlannedTrainerMixin):
             sums.index_add_(1, slots, values)
             return torch.zeros((), device=device)
 
-        session.evaluate(planned, compute_loss=self._plain(collect), normalizer=1.0)
+        with self._balancing():
+            result = session.evaluate(planned, compute_loss=self._plain(collect), normalizer=1.0)
+        self._router_loss = result.router_loss or 0.0
         session.sum_over_ranks(sums)
         found = dict(zip(names, sums, strict=True))
         return {name: values > 0.5 if name == "is_top1" else values for name, values in found.items()}
@@ -162,7 +172,9 @@ class TokenLossMixin(PlannedTrainerMixin):
             values.index_add_(1, slots, torch.cat([numbers, weights[None]]))
             return (own[0] * weights).sum()
 
-        result = self._trained().backward(rows, compute_loss=self._plain(share), normalizer=1.0)
+        with self._balancing():
+            result = self._trained().backward(rows, compute_loss=self._plain(share), normalizer=1.0)
+        self._router_loss = result.router_loss or 0.0
         numbers, used = self._trained().sum_over_ranks(values).split(2)
         loss, exact = loss_of(numbers)
         as_sum.check(used, exact)
@@ -176,7 +188,39 @@ class TokenLossMixin(PlannedTrainerMixin):
             parts = [(field_of(found, name) * each[slots]).sum() for name, each in weights.items()]
             return torch.stack(parts).sum()
 
-        return self._trained().backward(planned, compute_loss=self._plain(weighted), normalizer=1.0)
+        with self._balancing(self._coefficient):
+            return self._trained().backward(planned, compute_loss=self._plain(weighted), normalizer=1.0)
+
+    # The balance loss of routers: a forward of all tokens gives it to TRL's loss, and backward weighs it by the
+    # gradient that this has by it.
+
+    def _new_balance(self) -> Tensor:
+        """Return the balance loss of the last pass, (), for TRL's next loss."""
+        how: dict[str, Any] = {"dtype": self._wide, "device": self.args.device, "requires_grad": True}
+        self._balance = torch.tensor(self._router_loss, **how)
+        return self._balance
+
+    def _gradients(self, loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of TRL's loss by the numbers of tokens; keep that by the balance loss."""
+        *found, by_balance = torch.autograd.grad(loss, (*leaves, self._balance), allow_unused=True)
+        self._coefficient = 0.0 if by_balance is None else by_balance.item()
+        return tuple(found)
+
+    @contextmanager
+    def _balancing(self, coefficient: float | None = None) -> Iterator[None]:
+        """Have the model's config ask for the balance loss inside the block, as TRL's losses do in each call."""
+        config: Any = hugging_face_model(self.model).config.get_text_config()
+        if not hasattr(config, "output_router_logits"):
+            yield
+            return
+        weight = self.router_aux_loss_coef if coefficient is None else coefficient
+        asked = {"output_router_logits": self.aux_loss_enabled, coefficient_key(config.model_type): weight}
+        kept = {name: getattr(config, name, None) for name in asked}
+        config.update(asked)
+        try:
+            yield
+        finally:
+            config.update(kept)
 
     @contextmanager
     def _unlogged(self) -> Iterator[None]:
@@ -200,12 +244,12 @@ class TokenLossMixin(PlannedTrainerMixin):
 class Answers:
     """Stands for a model in TRL's loss: returns values that were gathered before."""
 
-    def __init__(self, fields: Mapping[str, Tensor]) -> None:
-        self._fields = fields
+    def __init__(self, fields: Mapping[str, Tensor], balance: Tensor) -> None:
+        self._fields, self._balance = fields, balance
 
     def __call__(self, **_inputs: Any) -> FusedCausalLMOutput:
-        """Return these fields, whatever the inputs are."""
-        return FusedCausalLMOutput(**self._fields)
+        """Return these fields and the routers' balance loss, whatever the inputs are."""
+        return FusedCausalLMOutput(**self._fields, aux_loss=self._balance)
 
 
 def called(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, FusedCausalLMOutput]:
@@ -233,15 +277,3 @@ def ungathered(accelerator: Any) -> Iterator[None]:
     finally:
         for name, each in kept.items():
             setattr(accelerator, name, each)
-
-
-def refuse_balance(trainer: Any) -> None:
-    """Refuse a loss that balances the routers of a mixture of experts.
-
-    Raises:
-        ConfigError: it has one.
-    """
-    if trainer.aux_loss_enabled:
-        remedy = "Set router_aux_loss_coef to 0."
-        got = f"{trainer.router_aux_loss_coef:g}: the loss is a mean per microbatch, which depends on the plan"
-        raise ConfigError("router_aux_loss_coef", expected="0", got=got, remedy=remedy)

@@ -8,7 +8,9 @@ from typing import Any
 import transformers
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lengthwise.models import has_balance_loss, has_own_logits, whole_model
+from lengthwise.core.errors import ConfigError
+from lengthwise.models import coefficient_of, has_balance_loss, has_own_logits, whole_model
+from lengthwise.session import StepResult
 from lengthwise.session.loss_checks import KnownShare, ShareInChunks
 from lengthwise.session.losses import ComputeLoss
 from lengthwise.session.model import hugging_face_model
@@ -45,8 +47,7 @@ def is_of_labels(model: Any) -> bool:
 def is_next_tokens(trainer: Any) -> bool:
     """Return whether a Trainer's loss is the next token's cross entropy of Trainer and Hugging Face's models.
 
-    It is not if the loss, `compute_loss`, the model's `forward` or a hook on it is the user's, with smoothed labels, or
-    with a balance loss.
+    It is not if the loss, `compute_loss`, the model's `forward` or a hook on it is the user's, or with smoothed labels.
     """
     model: Any = hugging_face_model(trainer.model)
     return (
@@ -55,5 +56,35 @@ def is_next_tokens(trainer: Any) -> bool:
         and trainer.label_smoother is None
         and not has_own_logits(model)
         and model.loss_function is ForCausalLMLoss
-        and not has_balance_loss(model.config)
     )
+
+
+def balance_of(trainer: Any, result: StepResult) -> float:
+    """Return the part of a pass's loss that balances the routers of the trainer's model."""
+    if result.router_loss is None:
+        return 0.0
+    return coefficient_of(hugging_face_model(trainer.model).config) * result.router_loss
+
+
+def check_division(trainer: Any) -> None:
+    """Refuse a loss that is known to be a mean over a microbatch, or that may lack the routers' balance loss.
+
+    Raises:
+        ConfigError: it is one of these.
+    """
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        remedy = "Give compute_loss_func, which divides a sum over the tokens by num_items_in_batch."
+        got = "a model that takes no num_items_in_batch: its loss is a mean over a microbatch"
+        raise ConfigError("model", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
+    if trainer.loss_is_scaled_for_ga is False:
+        got = "loss_is_scaled_for_ga=False, a mean over a microbatch"
+        remedy = "Divide a sum over the tokens by num_items_in_batch."
+        raise ConfigError("compute_loss", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
+    if not has_balance_loss(hugging_face_model(trainer.model).config):
+        return
+    if trainer._divides_by_items() and trainer.label_smoother is None:
+        return
+    where = "label_smoothing_factor" if trainer._divides_by_items() else "compute_loss"
+    expected, got = "the loss of the class, which has the balance loss of the routers", "another, which may lack it"
+    remedy = "Set output_router_logits to False in the model's config, with TRL router_aux_loss_coef to 0."
+    raise ConfigError(where, expected=expected, got=got, remedy=remedy)

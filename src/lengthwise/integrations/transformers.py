@@ -30,7 +30,7 @@ from lengthwise.integrations.arguments import (
 )
 from lengthwise.integrations.batches import Examples, PlannedUpdates, RowCollator, checked
 from lengthwise.integrations.known import check_rows, rows_of_loader, rows_of_training, warn_of_no_label
-from lengthwise.integrations.trainer_loss import is_next_tokens, loss_of
+from lengthwise.integrations.trainer_loss import balance_of, check_division, is_next_tokens, loss_of
 from lengthwise.integrations.trainer_state import load_state, save_state
 from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
@@ -121,15 +121,8 @@ class PlannedTrainerMixin(_Base):
         return not is_next_tokens(self)
 
     def _check_division(self) -> None:
-        """Refuse a loss that is known to be a mean over a microbatch."""
-        if not self.model_accepts_loss_kwargs and self.compute_loss_func is None:
-            remedy = "Give compute_loss_func, which divides a sum over the tokens by num_items_in_batch."
-            got = "a model that takes no num_items_in_batch: its loss is a mean over a microbatch"
-            raise ConfigError("model", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
-        if self.loss_is_scaled_for_ga is False:
-            got = "loss_is_scaled_for_ga=False, a mean over a microbatch"
-            remedy = "Divide a sum over the tokens by num_items_in_batch."
-            raise ConfigError("compute_loss", expected="a loss divided by num_items_in_batch", got=got, remedy=remedy)
+        """Refuse a loss that is known to be a mean over a microbatch, or that may lack the routers' balance loss."""
+        check_division(self)
 
     # Its arguments.
 
@@ -286,7 +279,11 @@ class PlannedTrainerMixin(_Base):
             self._check_loss(normalizer)
         compute_loss = loss_of(self, self._planned, normalizer)
         result = self._trained().backward(self._planned, compute_loss=compute_loss, normalizer=normalizer)
-        return result.loss, result
+        return result.loss + self._balance_of(result), result
+
+    def _balance_of(self, result: StepResult) -> float:
+        """Return the part of a pass's loss that balances the routers."""
+        return balance_of(self, result)
 
     def _share_of_loss(self, model: nn.Module, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
         """Return Trainer's compute_loss of a microbatch, without the session's autocast: the model has its own."""
@@ -302,7 +299,7 @@ class PlannedTrainerMixin(_Base):
         self._loss_is_checked = self._divides_by_items()
         if self._loss_is_checked:
             return
-        losses = [self._evaluated(self._planned, factor * normalizer) for factor in (1.0, 2.0)]
+        losses = [self._evaluated(self._planned, factor * normalizer).loss for factor in (1.0, 2.0)]
         self._loss_is_checked = losses[0] != 0.0  # a batch without a label shows nothing
         if abs(losses[0] - 2.0 * losses[1]) > 1e-2 * abs(losses[0]):
             expected = "half the loss for twice the num_items_in_batch"
@@ -310,9 +307,9 @@ class PlannedTrainerMixin(_Base):
             remedy = "Return a sum over the tokens, divided by num_items_in_batch: microbatches differ in size."
             raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
 
-    def _evaluated(self, sequences: Any, normalizer: float) -> float:
+    def _evaluated(self, sequences: Any, normalizer: float) -> StepResult:
         compute_loss = loss_of(self, sequences, normalizer)
-        return self._trained().evaluate(sequences, compute_loss=compute_loss, normalizer=normalizer).loss
+        return self._trained().evaluate(sequences, compute_loss=compute_loss, normalizer=normalizer)
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         return self._trained().clip_grad_norm_(self.args.max_grad_norm)
@@ -376,7 +373,8 @@ class PlannedTrainerMixin(_Base):
 
     def _evaluate_batch(self, batch: Examples, planned: Any) -> tuple[float, float]:
         """Return the sum of a batch's losses, and their number."""
-        return self._evaluated(planned, 1.0), batch.num_loss_tokens
+        result, number = self._evaluated(planned, 1.0), batch.num_loss_tokens
+        return result.loss + number * self._balance_of(result), number
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model as Trainer does. Collective if parameters are sharded: call it on all ranks."""

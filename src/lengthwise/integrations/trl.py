@@ -23,13 +23,14 @@ from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.batches import Examples, refuse_dropped
 from lengthwise.integrations.grpo import GRPOTrainer as GRPOTrainer
 from lengthwise.integrations.grpo import RLOOTrainer as RLOOTrainer
-from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin, refuse_balance, ungathered
+from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin, ungathered
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.session import StepResult
 from lengthwise.session.row_batch import Row
 
 Result = TypeVar("Result")
 _BY_TOKENS = ("entropy", "mean_token_accuracy")  # means over the tokens that have a label
+_BALANCE = "aux_loss"
 _IDS, _MASK, _COMPLETION = "input_ids", "attention_mask", "completion_mask"
 
 
@@ -44,10 +45,6 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
     _valid: list[float]  # number of tokens with a label, by microbatch that `_joined` ran
 
-    def _check_division(self) -> None:
-        super()._check_division()
-        refuse_balance(self)
-
     def _prepare_dataset(
         self, dataset: Any, processing_class: Any, args: Any, packing: bool, formatting_func: Any, dataset_name: str
     ) -> Any:
@@ -61,7 +58,16 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         self._valid.append(float((inputs["labels"][:, 1:] != NO_LOSS).sum()))
         # TRL counts tokens by it; the count is replaced afterwards.
         inputs = {**inputs, _MASK: torch.ones_like(inputs[_IDS])} if _MASK not in inputs else inputs
-        return super()._share_of_loss(model, inputs, normalizer)
+        kept, self.aux_loss_enabled = self.aux_loss_enabled, False  # the engine has the balance loss
+        try:
+            return super()._share_of_loss(model, inputs, normalizer)
+        finally:
+            self.aux_loss_enabled = kept
+
+    def _balance_of(self, result: StepResult) -> float:
+        if result.router_loss is not None:
+            self._metrics["train" if self.model.training else "eval"][_BALANCE].append(result.router_loss)
+        return super()._balance_of(result)
 
     def _update(self, normalizer: float) -> tuple[float, StepResult]:
         tokens = self._total_train_tokens
@@ -91,6 +97,8 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         for name, total in zip(_BY_TOKENS, sums, strict=True):
             kept[name].append(total / max(weight, 1.0))
         kept["num_tokens"] = [self._total_train_tokens]
+        if _BALANCE in found:
+            kept[_BALANCE] += found[_BALANCE]
         return result
 
 
@@ -174,7 +182,7 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
         del normalizer
         with torch.enable_grad():
             loss, leaf = self._loss(self._batches, self._planned)
-            (weights,) = torch.autograd.grad(loss, leaf)
+            (weights,) = self._gradients(loss, leaf)
         result = self._backward(self._planned, {"log_probs": weights})
         return loss.item(), result
 
@@ -187,6 +195,7 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
         names = ["log_probs", "entropy", "mean_logits", "is_top1", *["log_sum_sq_probs"] * bool(self.use_weighting)]
         size = sum(map(_num_slots, batches))
         own = self._gathered(self._session_of_model(), self.model_wrapped, planned, names, size)
+        balance = self._new_balance()
         reference = self._gathered_of_reference(planned, size)
         leaf = own["log_probs"].requires_grad_()
         total, first = torch.zeros((), dtype=leaf.dtype, device=leaf.device), 0
@@ -196,7 +205,7 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
                 inputs = {name: values.to(leaf.device) for name, values in batch.inputs.items()}
                 shape = (len(inputs[_IDS]), -1)
                 of_model, of_reference = (
-                    Answers({name: values[first:last].view(shape) for name, values in each.items()})
+                    Answers({name: values[first:last].view(shape) for name, values in each.items()}, balance)
                     for each in (own, reference)
                 )
                 chosen, rejected = self.compute_ref_log_probs(of_reference, inputs)

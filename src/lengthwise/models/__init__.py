@@ -50,9 +50,11 @@ from lengthwise.models.router import (
     ROUTER_FAMILIES,
     RouterBalance,
     coefficient_key,
+    coefficient_of,
     count_choices,
     experts_of,
     has_balance_loss,
+    sum_probabilities,
 )
 from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
@@ -85,6 +87,7 @@ __all__ = [
     "choose_mixers",
     "choose_model_kernel",
     "coefficient_key",
+    "coefficient_of",
     "compute_so",
     "copy_processor",
     "count_choices",
@@ -113,6 +116,7 @@ __all__ = [
     "save_model",
     "score_cap",
     "sequence_dropout",
+    "sum_probabilities",
     "text_config",
     "text_part",
     "token_keys",

@@ -33,9 +33,11 @@ LogitsAtOnce: TypeAlias = int | Literal["auto"] | None
 
 ATTENTION_NAME = "lengthwise"
 
+_ROUTERS = "output_router_logits"
+
 # Arguments of Hugging Face's attention functions that do not affect the result.
 _WITHOUT_EFFECT = frozenset(
-    {"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"}
+    {"position_ids", "cache_position", "use_cache", "output_attentions", _ROUTERS}
     | {"num_items_in_batch", "shift_labels", "logits_to_keep"}  # for losses in Hugging Face's `forward`
 )
 
@@ -135,6 +137,38 @@ def run_layers(model: nn.Module, planned: PlannedAttention, input_ids: Tensor, p
     finally:
         handle.remove()
     return found[-1]
+
+
+@contextmanager
+def collecting_routers(
+    model: nn.Module, planned: PlannedAttention, collect: Callable[[list[Tensor]], None] | None
+) -> Iterator[dict[str, bool]]:
+    """Pass the router logits of forwards in the block to `collect` (see `model_loss`), unless it is None.
+
+    Yields:
+        Inputs with which the model adds no balance loss of its own.
+    """
+    if collect is None:
+        yield {}
+        return
+
+    def ask(_module: nn.Module, arguments: Any, given: dict[str, Any]) -> Any:
+        if given.get(_ROUTERS):
+            where, remedy = f"model {type(model).__name__}", f"Pass {_ROUTERS} on, which is in the inputs."
+            got = "True, so that the microbatch's own balance loss would count, too"
+            raise ModelRefused(f"{where}: {_ROUTERS}", expected="False", got=got, remedy=remedy)
+        return arguments, {**given, _ROUTERS: True}
+
+    decoder: nn.Module = model.get_decoder()  # type: ignore[operator]
+    handles = (
+        decoder.register_forward_pre_hook(ask, with_kwargs=True),
+        decoder.register_forward_hook(lambda _module, _asked, output: collect(_own_router_logits(output, planned))),
+    )
+    try:
+        yield {_ROUTERS: False}
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def run_chunk(

@@ -29,6 +29,12 @@ def coefficient_key(model_type: str) -> str:
     return "aux_loss_coef" if model_type == "jetmoe" else "router_aux_loss_coef"
 
 
+def coefficient_of(config: Any) -> float:
+    """Return the coefficient of the balance loss that a config asks for."""
+    part = text_config(config)
+    return getattr(part, coefficient_key(part.model_type))
+
+
 def experts_of(model: Any) -> tuple[int, int]:
     """Return (experts, experts chosen per row), as the model's class takes them for its balance loss."""
     return _of(model, "num_experts"), _of(model, "num_experts_per_tok")
@@ -61,16 +67,24 @@ class RouterBalance:
 
     def __init__(self, model: Any, counts: Tensor) -> None:
         """Take `count_choices` of every row, summed over all ranks."""
-        self.coefficient: float = getattr(model.config, coefficient_key(model.config.model_type))
+        self.coefficient = coefficient_of(model.config)
         self._num_rows = counts[-1]  # stays on the device
         # In fp32 as in Hugging Face, also under fp64, where the division would otherwise differ by 6e-8.
         self._frequency = counts[:-1].float() / self._num_rows
 
     def share(self, router_logits: Sequence[Tensor]) -> Tensor:
         """Return these rows' part of the loss, differentiable, in fp32 or wider; all parts sum to the loss."""
-        sums = [_wide(torch.softmax(logits, dim=-1)).sum(0) for logits in router_logits]
-        mean = torch.stack(sums).sum(0) / self._num_rows
+        return self.share_of(sum_probabilities(router_logits))
+
+    def share_of(self, probabilities: Tensor) -> Tensor:
+        """Return the part of rows whose `sum_probabilities` these are."""
+        mean = probabilities / self._num_rows
         return len(mean) * (self._frequency * mean).sum()
+
+
+def sum_probabilities(router_logits: Sequence[Tensor]) -> Tensor:
+    """Sum the probabilities of each expert over rows of at least one layer: (experts,), in fp32 or wider."""
+    return torch.stack([_wide(torch.softmax(logits, dim=-1)).sum(0) for logits in router_logits]).sum(0)
 
 
 def router_problems(config: Any) -> list[ModelRefused]:
@@ -84,7 +98,7 @@ def router_problems(config: Any) -> list[ModelRefused]:
         return [_refused(switch, f"{inside}{switch}, which Hugging Face reads", "true beside text_config", remedy)]
     key = coefficient_key(part.model_type)
     coefficient = getattr(part, key, None)
-    remedy = f"Set {inside}{switch} to false in the model's config.json."
+    remedy = f"Set {inside}{switch} to false in the model's config.json, or TRL's {key} to 0."
     if config.model_type not in ROUTER_FAMILIES:
         where, got = switch, f"true in {config.model_type}"
         if part.model_type in ROUTER_FAMILIES:

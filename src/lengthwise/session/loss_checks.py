@@ -134,7 +134,10 @@ class SumCheck(LossCheck):
 
 
 class KnownShare(partial[Tensor]):
-    """A `ComputeLoss` that is known to return a share, so it is not checked; it may make all logits of a microbatch."""
+    """A `ComputeLoss` that is known to return a share, so it is not checked; it may make all logits of a microbatch.
+
+    It calls the model once, with all inputs that it gets, and leaves balance losses of routers to the engine.
+    """
 
     kind = replace(IN_CHUNKS, whole_logits=True)
 
@@ -213,7 +216,7 @@ def objective_of(
 
     Raises:
         ConfigError: two losses were given, or the normalizer is not a finite number above 0.
-        ModelRefused: the model has a balance loss, which `compute_loss` would not count right.
+        ModelRefused: the model has a balance loss, of which is unknown whether `compute_loss` has it, too.
     """
     if loss is not None and compute_loss is not None:
         raise ConfigError("loss", expected="loss or compute_loss", got="both", remedy="Leave one out.")
@@ -223,9 +226,10 @@ def objective_of(
         remedy = "Give normalizer, or other sequences."
         raise ConfigError("normalizer", expected=expected, got=f"{divisor:g}", remedy=remedy)
     if compute_loss is not None:
-        refuse_balance(engine.model, "compute_loss")
-        objective = OfModel(batch=rows_of(planned), compute_loss=compute_loss, model=model, normalizer=divisor)
         is_known = isinstance(compute_loss, KnownShare)
+        if not is_known:
+            refuse_balance(engine.model, "compute_loss")
+        objective = OfModel(batch=rows_of(planned), compute_loss=compute_loss, model=model, normalizer=divisor)
         return objective, None if is_known else ShareCheck(known, objective, planned, engine.device)
     if loss is not None:
         check = SumCheck()

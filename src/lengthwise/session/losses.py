@@ -19,7 +19,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import ForwardPass
 from lengthwise.models import token_losses
-from lengthwise.models.adapter import planned_output, run_planned
+from lengthwise.models.adapter import collecting_routers, planned_output, run_planned
 from lengthwise.session.misuse import shown
 from lengthwise.session.row_batch import RowBatch
 
@@ -125,7 +125,6 @@ class OfModel:
         Raises:
             ConfigError: the loss is not one number that depends on the model.
         """
-        assert forward.collect_router is None, "the session refuses models with a balance loss here"
         planned, device = forward.planned, forward.input_ids.device
         padding = planned.num_rows - planned.num_tokens
 
@@ -141,7 +140,9 @@ class OfModel:
             "lengthwise": planned,
             **{name: row(to_device(self.batch.column(name, forward.segments), device)) for name in self.batch.columns},
         }
-        found = run_planned(forward.model, planned, lambda: self.compute_loss(self.model, inputs), once=False)
+        with collecting_routers(forward.model, planned, forward.collect_router) as switch:
+            inputs |= switch
+            found = run_planned(forward.model, planned, lambda: self.compute_loss(self.model, inputs), once=False)
         return one_number("compute_loss", found, device)
 
 

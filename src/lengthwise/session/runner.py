@@ -201,7 +201,7 @@ class StepRunner:
             wait_seconds=tuple(rank.ring_wait_seconds for rank in ranks),
             step_seconds=time.perf_counter() - start,
             plan_seconds=planned.plan_seconds,
-            router_loss=sum(rank.router_loss for rank in ranks) if train and has_balance_loss(engine.config) else None,
+            router_loss=sum(rank.router_loss for rank in ranks) if has_balance_loss(engine.config) else None,
         )
 
 
@@ -231,8 +231,15 @@ def first_step_sentence(step: StepResult, planning: StepPlanning) -> str:
         f"lengthwise: a rank holds {held} tokens; step 1 on {counted(plan.ranks, 'rank')}: "
         f"{step.ring_token_ratio:.0%} of tokens in rings, {step.idle_ratio:.0%} idle, "
         f"took {seconds(step.step_seconds)}, predicted {seconds(predicted)} (forward and backward only)"
-        f"{_shared_sentence(step)}"
+        f"{_shared_sentence(step)}{_balance_sentence(step)}"
     )
+
+
+def _balance_sentence(step: StepResult) -> str:
+    """Say which balance loss the routers have, or nothing."""
+    if step.router_loss is None:
+        return ""
+    return "; the routers' balance loss is that of all tokens of the step, not a mean of microbatches"
 
 
 def _shared_sentence(step: StepResult) -> str:
