@@ -8,7 +8,18 @@ import torch
 
 pytest.importorskip("trl")  # an extra
 
-from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, compared, in_place, trained, with_tools
+from grpo_runs import (
+    Colocated,
+    Plain,
+    PlainRLOO,
+    Planned,
+    PlannedRLOO,
+    Sampled,
+    compared,
+    in_place,
+    trained,
+    with_tools,
+)
 from peft import LoraConfig
 from preferences import model
 from trainers import difference, in_trainers, weights_of
@@ -28,6 +39,7 @@ pytestmark = [
 OFF = {"num_iterations": 2, "max_steps": 3}
 LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
+COLOCATED = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 TOKENS = {**SERVER, "vllm_importance_sampling_mode": "token_truncate"}
 CASES = {
@@ -43,6 +55,7 @@ CASES = {
         "entropy_target": 9.0,
         "beta": 0.1,
     },
+    "in this process, asleep, over the ranks": {**COLOCATED, "vllm_enable_sleep_mode": True, **OFF},
     "generated, over the ranks": {"temperature": 1.0, "generation_kwargs": {"do_sample": False}},
     "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
     "dapo": {},
@@ -66,6 +79,8 @@ CASES = {
     "sampled elsewhere, sequences": {**SERVER, "vllm_importance_sampling_mode": "sequence_mask"},
     "off-policy mask": {**TOKENS, "off_policy_mask_threshold": 0.05, "loss_type": "grpo"},
     "adapters, KL, over the ranks": {"beta": 0.1, "use_bias_correction_kl": True, **OFF},
+    "in this process, adapters, over the ranks": {**COLOCATED, "vllm_enable_sleep_mode": True},
+    "rloo, in this process": {"rloo": True, "use_vllm": True},
     "recomputed": {},
 }
 
@@ -83,7 +98,7 @@ def loaded(folder):
 
 
 @pytest.mark.parametrize(
-    ("case", "ranks"), [*[(case, 2) for case in list(CASES)[:5]], *[more(case, 3) for case in CASES]]
+    ("case", "ranks"), [*[(case, 2) for case in list(CASES)[:6]], *[more(case, 3) for case in CASES]]
 )
 def test_grpo_is_trls(case, ranks, tmp_path, saved):
     config = dict(CASES[case])
@@ -99,7 +114,7 @@ def test_grpo_is_trls(case, ranks, tmp_path, saved):
         trainer = found.pop("trainer")
         assert kind is plain or trainer._last.plan.parents, "completions share prompts"
         server = getattr(trainer, "vllm_generation", None)
-        sent = [] if server is None else server.weights
+        sent = [] if server is None else getattr(server, "llm", server).weights
         return {**found, "sent": sent, "draws": torch.get_rng_state().tolist()}
 
     (expected,) = in_trainers(partial(work, 1, plain), 1, tmp_path)
@@ -187,10 +202,33 @@ def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved):
 
 
 def test_what_generation_would_need_beside_a_plan_is_refused_in_one_message(tmp_path):
-    config = {"use_vllm": True, "use_transformers_continuous_batching": True, "cast_lm_head_to_fp32": True}
+    config = {"use_transformers_continuous_batching": True, "activation_offloading": True}
     with pytest.raises(Problems) as raised:
         trained(Planned, tmp_path, 1, model(), config=config, stages=2)
-    assert {each.where for each in raised.value.problems} == {"vllm_mode", "stages", *config} - {"use_vllm"}
+    assert {each.where for each in raised.value.problems} == {"stages", *config}
+
+
+def test_a_head_in_fp32_is_trls_and_its_weights_are_of_the_others_dtype(tmp_path):
+    """Under autocast, where it alone computes in fp32."""
+    config = {"cast_lm_head_to_fp32": True, "bf16": True, "max_steps": 1}
+    plain = trained(Plain, tmp_path / "plain", 1, model(), config=config)
+    planned = partial(trained, Planned, tmp_path / "planned", 1, capacity_tokens=128)
+    compared(planned(model(), config=config), plain, tolerance=1e-2, weights=1e-3, but=("entropy",))
+    with pytest.raises(ConfigError, match=r"cast_lm_head_to_fp32: .* got bfloat16 and float32"):
+        planned(model(torch.bfloat16), config=config)
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_memory_is_measured_beside_an_engine_in_this_process(sleeps, tmp_path, saved, monkeypatch):
+    """Of vLLM's: awake, it has taken its part before; asleep, it has given it back."""
+    awake, made = list[int](), list[Colocated]()
+    monkeypatch.setattr(Colocated, "reset_prefix_cache", lambda self: self.weights.append(0.0))
+    monkeypatch.setattr("lengthwise.session.room.free_bytes", lambda *_: awake.append(len(made[0].awake)) or 1e12)
+    kept = Colocated.__init__
+    monkeypatch.setattr(Colocated, "__init__", lambda self, **how: made.append(self) or kept(self, **how))
+    config = {"use_vllm": True, "vllm_enable_sleep_mode": sleeps, "max_steps": 1}
+    trained(Planned, tmp_path, 1, loaded(saved), config=config, shard="zero1")
+    assert set(awake) == {0 if sleeps else 2}
 
 
 def test_rollouts_that_no_plan_takes_are_refused(tmp_path, saved):
