@@ -1,5 +1,6 @@
 """Runs of TRL's GRPO, plain in one process and planned on ranks, over the same completions, of which few are long."""
 
+import os
 import random
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -170,6 +171,7 @@ def in_place(dtype):
         return Server(**how) if mode == "server" else vllm_generation.VLLMGeneration(mode=mode, **how)
 
     with ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ))  # TRL sets some for vLLM
         for name in ("grpo", "rloo"):
             stack.enter_context(patch(f"trl.trainer.{name}_trainer.VLLMGeneration", generation))
         for name, each in {"LLM": Colocated, "SamplingParams": dict, "is_vllm_available": lambda: True}.items():

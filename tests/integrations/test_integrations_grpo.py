@@ -1,6 +1,5 @@
 """GRPO on ranks gives what plain TRL gives in one process: weights and every logged number."""
 
-import os
 import sys
 from functools import partial
 from importlib import import_module
@@ -87,6 +86,7 @@ CASES = {
     "adapters, KL, over the ranks": {"beta": 0.1, "use_bias_correction_kl": True, **OFF},
     "in this process, adapters, over the ranks": {**COLOCATED, "vllm_enable_sleep_mode": True},
     "rloo, in this process": {"rloo": True, "use_vllm": True},
+    "in this process, split over the ranks": COLOCATED,
     "recomputed": {},
 }
 
@@ -116,6 +116,8 @@ def test_grpo_is_trls(case, ranks, tmp_path, saved):
     def work(ranks, kind, _rank):
         # Plain checkpointing would run layers again outside of what keeps fp64.
         config["activation_checkpointing"] = case == "recomputed" and kind is not plain
+        if "split" in case:
+            config["vllm_tensor_parallel_size"] = ranks
         found = trained(kind, tmp_path / f"ranks{ranks}", ranks, loaded(saved), **how)
         trainer = found.pop("trainer")
         assert kind is plain or trainer._last.plan.parents, "completions share prompts"
@@ -228,7 +230,6 @@ def test_a_head_in_fp32_is_trls_and_its_weights_are_of_the_others_dtype(tmp_path
 def test_memory_is_measured_beside_an_engine_in_this_process(sleeps, tmp_path, saved, monkeypatch):
     """Of vLLM's: awake, it has taken its part before; asleep, it has given it back."""
     awake, made = list[int](), list[Colocated]()
-    monkeypatch.setattr(os, "environ", {**os.environ})  # TRL sets some for vLLM
     monkeypatch.setattr(Colocated, "reset_prefix_cache", lambda self: self.weights.append(0.0))
     monkeypatch.setattr("lengthwise.session.room.free_bytes", lambda *_: awake.append(len(made[0].awake)) or 1e12)
     kept = Colocated.__init__
