@@ -1,6 +1,9 @@
 """Errors in the names of a command, several at once, and the nearest of the names that there are."""
 
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -80,3 +83,25 @@ def test_control_characters_of_names_do_not_reach_the_terminal():
 )
 def test_did_you_mean_asks_only_for_what_may_have_been_meant(typed: str, asked: str | None) -> None:
     assert did_you_mean(typed, ["h100", "bytescale-gpu", "cpu"]) == asked
+
+
+@pytest.mark.parametrize(
+    ("rank", "what", "shown"),
+    [
+        ("0", "error", "error[config] lr: expected 1; got 2. Take 1.\nerror[config] lr: expected 1; got 2. Take 1.\n"),
+        ("1", "error", "rank 1: error[config] lr: expected 1; got 2. Take 1. | error[config] lr: expected 1; got 2. "),
+        ("1", "error from ValueError(3)", "ValueError: 3\n\nThe above exception was the direct cause"),
+        ("0", "ValueError(3)", "Traceback (most recent call last):\n"),
+    ],
+)
+def test_an_error_of_ours_ends_a_script_without_a_traceback(rank: str, what: str, shown: str) -> None:
+    script = (
+        "from lengthwise.core.errors import ConfigError, Problems\n"
+        "from lengthwise.core.uncaught import report_in_a_line\n"
+        "report_in_a_line()\n"
+        "error = Problems([ConfigError('lr', expected='1', got='2', remedy='Take 1.')] * 2)\n"
+        f"raise {what}\n"
+    )
+    run = [sys.executable, "-c", script]
+    ended = subprocess.run(run, env={**os.environ, "RANK": rank}, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr.startswith(shown)) == (1, True), ended.stderr

@@ -1,5 +1,6 @@
 """Runs of TRL's GRPO, plain in one process and planned on ranks, over the same completions, of which few are long."""
 
+import os
 import random
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import torch
 from preferences import tokenizer
 from trainers import Kept, difference, weights_of
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl.generation import vllm_generation
 
 from lengthwise.integrations.trl import GRPOTrainer as PlannedGRPOTrainer
 from lengthwise.integrations.trl import RLOOTrainer as PlannedRLOOTrainer
@@ -73,6 +75,42 @@ class Server:
         return prompts, found, logps, None
 
 
+class Colocated:
+    """Stands for vLLM's engine in this process, below TRL's code: has weights and a cache while it is awake."""
+
+    parts = frozenset({"weights", "kv_cache"})
+
+    def __init__(self, *, seed, enable_sleep_mode, tensor_parallel_size, **_):
+        self.group, self.sleeps, self.size = seed, enable_sleep_mode, tensor_parallel_size
+        self.awake, self.loaded, self.weights = self.parts, {}, []
+        self.model_executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=SimpleNamespace(model=self)))
+        self.llm_engine = self
+
+    def sleep(self, level):
+        assert (level, self.sleeps) == (2, True)
+        self.awake, self.loaded = frozenset(), {}  # level 2 discards the weights
+
+    def wake_up(self, tags):
+        self.awake |= set(tags)
+
+    def load_weights(self, named):
+        assert "weights" in self.awake
+        self.loaded |= {name: each.double().abs().sum().item() for name, each in named}
+
+    def reset_prefix_cache(self):
+        self.weights.append(sum(self.loaded.values()))
+
+    def generate(self, prompts, sampling_params, use_tqdm):
+        assert self.awake == self.parts
+        assert self.loaded
+        return [self.output(self.group * len(prompts) + n, each["prompt_token_ids"]) for n, each in enumerate(prompts)]
+
+    def output(self, number, ids):
+        found = completion(ids, number % GROUP, len(self.weights))
+        logps = [{each: SimpleNamespace(rank=1, logprob=-5.5 - 0.1 * ((7 * n) % 5))} for n, each in enumerate(found)]
+        return SimpleNamespace(prompt_token_ids=ids, outputs=[SimpleNamespace(token_ids=found, logprobs=logps)])
+
+
 class Sampled:
     """Draws completions; with `generates` takes those of transformers, cut by their place in the group.
 
@@ -127,9 +165,17 @@ def prompts(count=40):
 
 @contextmanager
 def in_place(dtype):
-    """Put `Server` in the place of a server, and have TRL and transformers keep fp64, inside the block."""
+    """Put stand-ins in the place of vLLM, and have TRL and transformers keep fp64, inside the block."""
+
+    def generation(*, mode, **how):
+        return Server(**how) if mode == "server" else vllm_generation.VLLMGeneration(mode=mode, **how)
+
     with ExitStack() as stack:
-        stack.enter_context(patch("trl.trainer.grpo_trainer.VLLMGeneration", Server))
+        stack.enter_context(patch.dict(os.environ))  # TRL sets some for vLLM
+        for name in ("grpo", "rloo"):
+            stack.enter_context(patch(f"trl.trainer.{name}_trainer.VLLMGeneration", generation))
+        for name, each in {"LLM": Colocated, "SamplingParams": dict, "is_vllm_available": lambda: True}.items():
+            stack.enter_context(patch.object(vllm_generation, name, each, create=True))
         if dtype == torch.float64:
             stack.enter_context(patch("trl.trainer.utils._ChunkedLogProbFunction", WideHead))
         stack.enter_context(keep_double(dtype))

@@ -1,6 +1,9 @@
 """GRPO on ranks gives what plain TRL gives in one process: weights and every logged number."""
 
+import sys
 from functools import partial
+from importlib import import_module
+from runpy import run_module
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +11,18 @@ import torch
 
 pytest.importorskip("trl")  # an extra
 
-from grpo_runs import Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, compared, in_place, trained, with_tools
+from grpo_runs import (
+    Colocated,
+    Plain,
+    PlainRLOO,
+    Planned,
+    PlannedRLOO,
+    Sampled,
+    compared,
+    in_place,
+    trained,
+    with_tools,
+)
 from peft import LoraConfig
 from preferences import family_model, model
 from trainers import difference, in_trainers, weights_of
@@ -16,8 +30,10 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl.trainer.utils import pad
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
+from lengthwise.integrations.arguments import PLANNED
 from lengthwise.integrations.rollouts import joined
 from lengthwise.integrations.token_losses import TokenSum
+from lengthwise.integrations.transformers import PlannedTrainerMixin
 from tiers import more
 
 pytestmark = [
@@ -28,6 +44,7 @@ pytestmark = [
 OFF = {"num_iterations": 2, "max_steps": 3}
 LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
+COLOCATED = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 TOKENS = {**SERVER, "vllm_importance_sampling_mode": "token_truncate"}
 ONE_BATCH = {"gradient_accumulation_steps": 1, "rows": 24}  # TRL's balance loss is a mean of batches
@@ -45,6 +62,7 @@ CASES = {
         "entropy_target": 9.0,
         "beta": 0.1,
     },
+    "in this process, asleep, over the ranks": {**COLOCATED, "vllm_enable_sleep_mode": True, **OFF},
     "generated, over the ranks": {"temperature": 1.0, "generation_kwargs": {"do_sample": False}},
     "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
     "experts, evaluated": {"family": "mixtral", "loss_type": "grpo", **BALANCED, **EVALUATED},
@@ -69,6 +87,9 @@ CASES = {
     "sampled elsewhere, sequences": {**SERVER, "vllm_importance_sampling_mode": "sequence_mask"},
     "off-policy mask": {**TOKENS, "off_policy_mask_threshold": 0.05, "loss_type": "grpo"},
     "adapters, KL, over the ranks": {"beta": 0.1, "use_bias_correction_kl": True, **OFF},
+    "in this process, adapters, over the ranks": {**COLOCATED, "vllm_enable_sleep_mode": True},
+    "rloo, in this process": {"rloo": True, "use_vllm": True},
+    "in this process, split over the ranks": COLOCATED,
     "recomputed": {},
     "experts, over the ranks": {"family": "qwen3_moe", **BALANCED},
     "experts, sequences, off-policy": {"family": "mixtral", "importance_sampling_level": "sequence", **BALANCED, **OFF},
@@ -107,11 +128,13 @@ def test_grpo_is_trls(case, ranks, tmp_path, saved):
     def work(ranks, kind, _rank):
         # Plain checkpointing would run layers again outside of what keeps fp64.
         config["activation_checkpointing"] = case == "recomputed" and kind is not plain
+        if "split" in case:
+            config["vllm_tensor_parallel_size"] = ranks
         found = trained(kind, tmp_path / f"ranks{ranks}", ranks, loaded(saved, **in_fp64), **how)
         trainer = found.pop("trainer")
         assert kind is plain or bool(trainer._last.plan.parents) != bool(family), "completions share prompts"
         server = getattr(trainer, "vllm_generation", None)
-        sent = [] if server is None else server.weights
+        sent = [] if server is None else getattr(server, "llm", server).weights
         return {**found, "sent": sent, "draws": torch.get_rng_state().tolist()}
 
     (expected,) = in_trainers(partial(work, 1, plain), 1, tmp_path)
@@ -199,10 +222,50 @@ def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved):
 
 
 def test_what_generation_would_need_beside_a_plan_is_refused_in_one_message(tmp_path):
-    config = {"use_vllm": True, "use_transformers_continuous_batching": True, "cast_lm_head_to_fp32": True}
+    config = {"use_transformers_continuous_batching": True}
     with pytest.raises(Problems) as raised:
         trained(Planned, tmp_path, 1, model(), config=config, stages=2)
-    assert {each.where for each in raised.value.problems} == {"vllm_mode", "stages", *config} - {"use_vllm"}
+    assert {each.where for each in raised.value.problems} == {"stages", *config}
+
+
+def test_a_head_in_fp32_is_trls_and_its_weights_are_of_the_others_dtype(tmp_path):
+    """Under autocast, where it alone computes in fp32."""
+    config = {"cast_lm_head_to_fp32": True, "bf16": True, "max_steps": 1, "optim": "sgd"}
+    plain = trained(Plain, tmp_path / "plain", 1, model(), config=config)
+    planned = partial(trained, Planned, tmp_path / "planned", 1, capacity_tokens=128)
+    compared(planned(model(), config=config), plain, tolerance=1e-2, weights=1e-3)
+    with pytest.raises(ConfigError, match=r"cast_lm_head_to_fp32: .* got bfloat16 and float32"):
+        planned(model(torch.bfloat16), config=config)
+
+
+@pytest.mark.parametrize("sleeps", [False, True])
+def test_memory_is_measured_beside_an_engine_in_this_process(sleeps, tmp_path, saved, monkeypatch):
+    """Of vLLM's: awake, it has taken its part before; asleep, it has given it back."""
+    awake, made = list[int](), list[Colocated]()
+    monkeypatch.setattr(Colocated, "reset_prefix_cache", lambda self: self.weights.append(0.0))
+    monkeypatch.setattr("lengthwise.session.room.free_bytes", lambda *_: awake.append(len(made[0].awake)) or 1e12)
+    kept = Colocated.__init__
+    monkeypatch.setattr(Colocated, "__init__", lambda self, **how: made.append(self) or kept(self, **how))
+    config = {"use_vllm": True, "vllm_enable_sleep_mode": sleeps, "max_steps": 1}
+    trained(Planned, tmp_path, 1, loaded(saved), config=config, shard="zero1")
+    assert set(awake) == {0 if sleeps else 2}
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_the_mixin_alone_in_front_of_a_trainer_of_trl_is_refused(name):
+    kind = type(name, (), {"__module__": "trl.trainer"})
+    with pytest.raises(ConfigError, match=rf"class Mine: expected {PLANNED[name]}.{name}; got PlannedTrainerMixin"):
+        type("Mine", (PlannedTrainerMixin, kind), {})()
+    assert issubclass(getattr(import_module(PLANNED[name]), name), PlannedTrainerMixin)
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize("name", sorted(set(PLANNED.values())))
+def test_without_trl_the_error_names_the_extra(name, monkeypatch):
+    for each in [each for each in sys.modules if each.partition(".")[0] == "trl"]:
+        monkeypatch.setitem(sys.modules, each, None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lengthwise\[trl\]'"):
+        run_module(name)
 
 
 def test_rollouts_that_no_plan_takes_are_refused(tmp_path, saved):

@@ -1,5 +1,7 @@
 """The line that a session prints after its first step."""
 
+from dataclasses import replace
+
 import pytest
 
 from lengthwise.cost import plain_cost
@@ -31,4 +33,7 @@ def test_the_first_line_says_what_prompts_save_where_they_are_computed_once(prom
         step_seconds=1.0,
         plan_seconds=0.0,
     )
-    assert first_step_sentence(step, planning).endswith(f"(forward and backward only){said}")
+    assert first_step_sentence(step, planning, on_gpus=True).endswith(f"(forward and backward only){said}")
+    plan = replace(plan, notes={**plan.notes, "predicted_seconds": "0.04"})
+    short = first_step_sentence(replace(step, plan=plan), planning, on_gpus=True)
+    assert short.endswith("0% of tokens in rings, took 1.00 s, mostly overhead with so little work")

@@ -18,6 +18,7 @@ from lengthwise.cli.options import named_alike
 from lengthwise.core.errors import Collector
 from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, read_whole
+from lengthwise.cost import is_mostly_overhead
 from lengthwise.report.figures import clock, count, percent, seconds
 from lengthwise.report.progress import LiveLine, PhaseLine
 from lengthwise.report.tables import wrapped
@@ -252,7 +253,6 @@ def _batch(config: RunConfig) -> str:
 
 
 _HIGH_RATE = 1e-4  # for all parameters of a pretrained model
-_SHORT_STEP, _SHORT_STEP_ON_CPU = 0.05, 1.0  # seconds of arithmetic below which overhead takes longer
 
 
 def _update(job: Job) -> str:
@@ -273,7 +273,7 @@ def _time_line(job: Job) -> str:
     if not job.steps.is_known:
         return "not estimated for rows that are read during training; each step prints the time left"
     step = job.estimated_step_seconds
-    if step < (_SHORT_STEP if job.gpus else _SHORT_STEP_ON_CPU):
+    if is_mostly_overhead(step, on_gpus=bool(job.gpus)):
         return "not estimated: with so little work a step is mostly overhead; each step prints the time left"
     left = job.num_steps - (job.resume.step if job.resume is not None else 0)
     return (

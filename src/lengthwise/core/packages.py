@@ -36,6 +36,11 @@ def check_remote() -> None:
         )
 
 
+def lacking(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
+    """Return the error of a module that is not there, with the extra of ours that brings it."""
+    return ModuleNotFoundError(f"no module {error.name}: pip install 'lengthwise[{extra}]'", name=error.name)
+
+
 def is_installed(package: str) -> bool:
     """Return whether a distribution of this name is installed."""
     return installed_version(package) is not None

@@ -14,6 +14,7 @@ from lengthwise.cost.capacity import (
 )
 from lengthwise.cost.choices import Choice, Choices
 from lengthwise.cost.costs import costs
+from lengthwise.cost.ending import is_mostly_overhead
 from lengthwise.cost.hardware import HARDWARE_NAMES, Hardware, hardware_of_gpu, named_hardware
 from lengthwise.cost.layout import ModelLayout, ranks_of_node
 from lengthwise.cost.links import Link
@@ -71,6 +72,7 @@ __all__ = [
     "costs",
     "folded",
     "hardware_of_gpu",
+    "is_mostly_overhead",
     "laid_cost",
     "layer_shapes",
     "lengths_of",

@@ -1,4 +1,4 @@
-"""Collective work beside pieces: the end of a step, and the gathers and sums of sharded parameters in a wave."""
+"""Work beside pieces: the end of a step, and the gathers and sums of sharded parameters in a wave; and overhead."""
 
 from __future__ import annotations
 
@@ -7,6 +7,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.cost.links import Numbers
+
+_SHORT_STEP, _SHORT_STEP_ON_CPU = 0.05, 1.0  # seconds of arithmetic below which overhead takes longer
+
+
+def is_mostly_overhead(step_seconds: float, *, on_gpus: bool) -> bool:
+    """Return whether a step has so little work that no cost says how long it takes."""
+    return step_seconds < (_SHORT_STEP if on_gpus else _SHORT_STEP_ON_CPU)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -92,6 +92,12 @@ WITH_PARTS: Mapping[str, str] = {
 CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """The fields for activation checkpointing, by its new and its old name."""
 
+PLANNED: Mapping[str, str] = {
+    **dict.fromkeys(("SFTTrainer", "DPOTrainer", "GRPOTrainer", "RLOOTrainer"), "lengthwise.integrations.trl"),
+    "AsyncGRPOTrainer": "lengthwise.integrations.async_grpo",
+}
+"""TRL's trainers that have a planned class of their own, and its module."""
+
 CALLABLES: Mapping[str, str] = {
     "compute_metrics": "it needs logits of whole sequences",
     "preprocess_logits_for_metrics": "it needs logits of whole sequences",
@@ -136,6 +142,20 @@ def problems_of(
         if field.name not in tabled | _of_subclasses(arguments) and value != _default(field):
             refuse(field.name, "its default", value, "this version of lengthwise does not know the field")
     return problems
+
+
+def refuse_mixed(kind: type) -> None:
+    """Refuse a class that puts the mixin alone in front of a trainer of TRL that needs a planned class of its own.
+
+    Raises:
+        ConfigError: it does.
+    """
+    bases = {(each.__module__.partition(".")[0], each.__name__) for each in kind.__mro__}
+    for name, module in PLANNED.items():
+        if ("trl", name) in bases and ("lengthwise", name) not in bases:
+            expected, got = f"{module}.{name}", f"PlannedTrainerMixin in front of TRL's {name}"
+            remedy = f"Take {name} of {module} as the base, before any class of your own."
+            raise ConfigError(f"class {kind.__name__}", expected=expected, got=got, remedy=remedy)
 
 
 def refuse_with_parts(arguments: Any) -> None:

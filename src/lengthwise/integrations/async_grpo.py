@@ -27,12 +27,18 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
-from trl.experimental import async_grpo
-from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
-from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
 
 from lengthwise.comm.exchange import from_first
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, RankError, TransferError
+from lengthwise.core.packages import lacking
+
+try:
+    from trl.experimental import async_grpo
+    from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
+    from trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker
+except ModuleNotFoundError as error:
+    raise lacking(error, "trl") from None
+
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.batches import Examples
 from lengthwise.integrations.rollouts import refuse_long_completions

@@ -17,8 +17,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,6 @@ from lengthwise.session import Session, StepResult
 _TOKEN_SUMS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")  # loss types that are sums over tokens
 _OLD, _REFERENCE, _RATIO = "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"
 _SAMPLING = "sampling_per_token_logps"
-_COLOCATED = "it would share each GPU with a step whose memory is measured without it"
 
 
 class RolloutMixin(TokenLossMixin):
@@ -45,7 +44,6 @@ class RolloutMixin(TokenLossMixin):
     _refused: Mapping[str, Refusal] = {
         "activation_offloading": OFFLOADING,
         "use_transformers_continuous_batching": (OFF, "it would convert the model that the optimizer updates"),
-        "cast_lm_head_to_fp32": (OFF, "weights that train are of one dtype"),
     }
 
     _held: tuple[Mapping[str, Any], ...] = ()
@@ -54,12 +52,19 @@ class RolloutMixin(TokenLossMixin):
     _own_draws: Tensor | None = None
     """The state of this rank's random numbers, while all ranks have that of the first."""
 
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        if self.use_vllm:  # an engine in this process is made by now, and memory is measured beside it in train()
+            generation: Any = self.vllm_generation
+            generation.sync_weights = partial(self._send_weights, generation.sync_weights)
+        dtypes = {str(each.dtype).removeprefix("torch.") for each in self.model.parameters() if each.requires_grad}
+        if getattr(self.args, "cast_lm_head_to_fp32", False) and len(dtypes) > 1:
+            expected, got = "trainable weights of one dtype", f"{' and '.join(sorted(dtypes))}: TRL casts the head"
+            remedy = "Load the model in float32 and set bf16=True: all but the head computes in bf16."
+            raise ConfigError("cast_lm_head_to_fp32", expected=expected, got=got, remedy=remedy)
+
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
-        problems = self._stages_problems("generates with all")
-        if getattr(arguments, "use_vllm", False) and arguments.vllm_mode != "server":
-            got, remedy = f"{arguments.vllm_mode}, but {_COLOCATED}", "Start a vLLM server, and set vllm_mode='server'."
-            problems.append(ConfigError("vllm_mode", expected="server", got=got, remedy=remedy))
-        return problems
+        return self._stages_problems("generates with all")
 
     def _start_session(self, optimizer: Any) -> Session:
         for each in self.reward_funcs:
@@ -93,8 +98,15 @@ class RolloutMixin(TokenLossMixin):
     # Generation.
 
     def _generate(self, prompts: list[Any]) -> Any:
-        with self._trained().whole():
+        with nullcontext() if self.use_vllm else self._trained().whole():
             return super()._generate(prompts)
+
+    def _send_weights(self, send: Callable[[], None]) -> None:
+        """Let TRL send the weights to vLLM, which TRL also does where an engine in this process wakes up."""
+        with self._trained().whole():
+            send()
+        if self._trained().engine.is_cut:
+            torch.cuda.empty_cache()  # of whole weights: torch's cache is not free for an engine's own
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> dict[str, Any]:
         """Return TRL's columns of all ranks' completions, of which each rank made its share."""

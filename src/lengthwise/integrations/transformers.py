@@ -20,12 +20,14 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.uncaught import report_in_a_line
 from lengthwise.integrations.arguments import (
     CALLABLES,
     WITH_PARTS,
     Refusal,
     problems_of,
     recompute_of,
+    refuse_mixed,
     refuse_with_parts,
 )
 from lengthwise.integrations.batches import Examples, PlannedUpdates, RowCollator, checked
@@ -68,6 +70,8 @@ class PlannedTrainerMixin(_Base):
     """
 
     def __init__(self, *args: Any, **options: Unpack[TrainerOptions]) -> None:
+        report_in_a_line()
+        refuse_mixed(type(self))
         kwargs: dict[str, Any] = dict(options)
         if "recompute" in kwargs:
             remedy = "Set gradient_checkpointing=True in them for 'layer', or remove it."

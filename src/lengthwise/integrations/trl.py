@@ -13,11 +13,17 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-import trl
 from torch import Tensor
-from trl.trainer.utils import use_adapter
 
 from lengthwise.core.errors import DataError
+from lengthwise.core.packages import lacking
+
+try:
+    import trl
+    from trl.trainer.utils import use_adapter
+except ModuleNotFoundError as error:
+    raise lacking(error, "trl") from None
+
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.batches import Examples, refuse_dropped

@@ -19,6 +19,7 @@ from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import NumericError
 from lengthwise.core.names import counted
 from lengthwise.core.plan import Plan
+from lengthwise.cost import is_mostly_overhead
 from lengthwise.engine.norm import reduce_gradients
 from lengthwise.engine.objective import Objective
 from lengthwise.engine.shortage import reporting_update
@@ -222,17 +223,18 @@ def refuse_not_finite(where: str, value: float) -> None:
         raise NumericError(where, expected="a finite number", got=f"{value}", remedy=remedy)
 
 
-def first_step_sentence(step: StepResult, planning: StepPlanning) -> str:
-    """Describe the plan of the first step."""
+def first_step_sentence(step: StepResult, planning: StepPlanning, *, on_gpus: bool) -> str:
+    """Describe the plan of the first step, without predictions where overhead decides."""
     plan = step.plan
     held = " or ".join(f"{tokens:,}" for tokens in sorted(set(planning.capacities.values())))
     predicted = float(plan.notes["predicted_seconds"])
-    return (
-        f"lengthwise: a rank holds {held} tokens; step 1 on {counted(plan.ranks, 'rank')}: "
-        f"{step.ring_token_ratio:.0%} of tokens in rings, {step.idle_ratio:.0%} idle, "
-        f"took {seconds(step.step_seconds)}, predicted {seconds(predicted)} (forward and backward only)"
-        f"{_shared_sentence(step)}{_balance_sentence(step)}"
-    )
+    said = f"lengthwise: a rank holds {held} tokens; step 1 on {counted(plan.ranks, 'rank')}: "
+    said += f"{step.ring_token_ratio:.0%} of tokens in rings"
+    if is_mostly_overhead(predicted, on_gpus=on_gpus):
+        took = f"took {seconds(step.step_seconds)}, mostly overhead with so little work"
+        return f"{said}, {took}{_balance_sentence(step)}"
+    took = f"took {seconds(step.step_seconds)}, predicted {seconds(predicted)} (forward and backward only)"
+    return f"{said}, {step.idle_ratio:.0%} idle, {took}{_shared_sentence(step)}{_balance_sentence(step)}"
 
 
 def _balance_sentence(step: StepResult) -> str:

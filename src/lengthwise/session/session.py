@@ -18,6 +18,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from lengthwise.checkpoint import SliceWriter
+from lengthwise.core.uncaught import report_in_a_line
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
@@ -89,6 +90,7 @@ class Session(SavedSession):
         timeout_seconds: float = 600.0,
         **settings: Unpack[SessionOptions],
     ) -> None:
+        report_in_a_line()
         self._clear(optimizer)
         how: dict[str, Any] = {"seed": seed, "timeout_seconds": timeout_seconds, "closing": self._closing}
         try:
@@ -351,5 +353,5 @@ class Session(SavedSession):
         result = replace(result, step_seconds=time.perf_counter() - start)
         if not self._has_said and not self.rank and self._agreement is not None:
             self._has_said = True
-            print(first_step_sentence(result, self._planning.ahead), flush=True)
+            print(first_step_sentence(result, self._planning.ahead, on_gpus=self._settings.on_gpus), flush=True)
         return result
