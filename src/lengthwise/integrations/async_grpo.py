@@ -39,6 +39,7 @@ from lengthwise.integrations.batches import Examples
 from lengthwise.integrations.rollouts import refuse_long_completions
 from lengthwise.integrations.token_losses import NUMBERS, SLOTS, Answers, TokenLossMixin, TokenSum, ungathered
 from lengthwise.session import Session, StepResult
+from lengthwise.session.losses import gradient_by
 
 _KEPT = ("old_log_probs", "advantage", "group_id")
 _BY_TOKEN, _BY_TERM = ("input_ids", "position_ids", "shift_labels"), ("old_log_probs", "advantages", "segment_id")
@@ -191,8 +192,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         answers: Any = Answers({name: each[None] for name, each in zip(NUMBERS, leaf, strict=True)})
         with ungathered(self.accelerator), torch.enable_grad():
             loss = self.compute_loss(answers, inputs)
-        (gradient,) = torch.autograd.grad(loss, leaf)
-        return loss.item(), gradient
+        return loss.item(), gradient_by("compute_loss", loss, leaf, self.model)
 
     def _log_step_metrics(self) -> None:
         super()._log_step_metrics()

@@ -32,6 +32,7 @@ from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.rollouts import OF_IMAGES, flat, joined, num_slots, planned_rows, refuse_long_completions
 from lengthwise.integrations.token_losses import NUMBERS, OFFLOADING, Answers, TokenLossMixin, TokenSum, ungathered
 from lengthwise.session import Session, StepResult
+from lengthwise.session.losses import gradient_by
 
 _TOKEN_SUMS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")  # loss types that are sums over tokens
 _OLD, _REFERENCE, _RATIO = "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"
@@ -216,8 +217,7 @@ class RolloutMixin(TokenLossMixin):
         total = torch.stack(losses).sum()
         if self.model.training and self.loss_is_scaled_for_ga is False:  # else TRL has divided it
             total = total / self.current_gradient_accumulation_steps
-        (gradient,) = torch.autograd.grad(total, leaf)
-        return total.item(), gradient
+        return total.item(), gradient_by("compute_loss", total, leaf, self.model)
 
     @contextmanager
     def _synchronized(self) -> Iterator[None]:

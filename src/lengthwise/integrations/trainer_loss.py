@@ -6,9 +6,8 @@ from functools import partial
 from typing import Any
 
 import transformers
-from transformers.loss.loss_utils import ForCausalLMLoss
 
-from lengthwise.models import has_balance_loss, has_own_logits, whole_model
+from lengthwise.models import has_balance_loss, has_own_loss, whole_model
 from lengthwise.session.loss_checks import KnownShare, ShareInChunks
 from lengthwise.session.losses import ComputeLoss
 from lengthwise.session.model import hugging_face_model
@@ -53,7 +52,6 @@ def is_next_tokens(trainer: Any) -> bool:
         getattr(trainer.compute_loss, "__func__", None) is transformers.Trainer.compute_loss
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
-        and not has_own_logits(model)
-        and model.loss_function is ForCausalLMLoss
+        and not has_own_loss(model)
         and not has_balance_loss(model.config)
     )

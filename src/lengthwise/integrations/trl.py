@@ -26,6 +26,7 @@ from lengthwise.integrations.grpo import RLOOTrainer as RLOOTrainer
 from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin, refuse_balance, ungathered
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.session import StepResult
+from lengthwise.session.losses import gradient_by
 from lengthwise.session.row_batch import Row
 
 Result = TypeVar("Result")
@@ -174,7 +175,7 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
         del normalizer
         with torch.enable_grad():
             loss, leaf = self._loss(self._batches, self._planned)
-            (weights,) = torch.autograd.grad(loss, leaf)
+            weights = gradient_by("compute_loss", loss, leaf, self.model)
         result = self._backward(self._planned, {"log_probs": weights})
         return loss.item(), result
 
