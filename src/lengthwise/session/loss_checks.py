@@ -34,7 +34,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import Objective
-from lengthwise.models import has_own_loss
+from lengthwise.models import has_own_loss, whole_model
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import (
     IN_CHUNKS,
@@ -106,7 +106,9 @@ class LossCheck:
         if self.is_of_others:
             got = ", ".join(map(described, islice(self.others.values(), 3))) or "others, on another rank"
             expected = "a loss that trains parameters of the model, whose gradients are summed over the ranks"
-            remedy = "Make it one: model.temperature = torch.nn.Parameter(...) before optimizer and session, or use one rank."
+            remedy = (
+                "Put it into the head before optimizer and session are made: model.lm_head.scale = nn.Parameter(...)."
+            )
             raise ConfigError("loss", expected=expected, got=got, remedy=remedy)
 
 
@@ -274,7 +276,9 @@ def objective_of(
     if compute_loss is None:
         if not has_own_loss(engine.model):
             return engine.next_token(planned.batch, divisor), None
-        name, compute_loss = "loss of the model", partial(_own_share, normalizer=divisor)
+        whole = whole_model(engine.model)
+        made_of = {"forward": whole.forward, "loss_function": whole.loss_function}
+        name, compute_loss = "loss of the model", partial(_own_share, normalizer=divisor, **made_of)
         if rows_of(planned).is_weighed:
             expected, remedy = "rows without weights: a loss of its own does not get them", "Give loss= a function."
             raise ConfigError(name, expected=expected, got="rows with weights", remedy=remedy)
@@ -287,8 +291,8 @@ def objective_of(
     return check.watched(engine, objective), check
 
 
-def _own_share(model: nn.Module, inputs: dict[str, Any], normalizer: float) -> Any:
-    """Return the loss that a model computes itself of a microbatch."""
+def _own_share(model: nn.Module, inputs: dict[str, Any], *, normalizer: float, **_made_of: object) -> Any:
+    """Return the loss that a model computes itself of a microbatch. made_of: what it calls, new ones to be checked."""
     return model(**inputs, num_items_in_batch=normalizer).loss
 
 
