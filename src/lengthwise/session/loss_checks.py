@@ -106,9 +106,7 @@ class LossCheck:
         if self.is_of_others:
             got = ", ".join(map(described, islice(self.others.values(), 3))) or "others, on another rank"
             expected = "a loss that trains parameters of the model, whose gradients are summed over the ranks"
-            remedy = (
-                "Put it into the head before optimizer and session are made: model.lm_head.scale = nn.Parameter(...)."
-            )
+            remedy = "Put it into the head before optimizer and session: model.lm_head.scale = nn.Parameter(...)."
             raise ConfigError("loss", expected=expected, got=got, remedy=remedy)
 
 
@@ -285,9 +283,8 @@ def objective_of(
     refuse_balance(engine.model, name)
     objective = OfModel(batch=rows_of(planned), compute_loss=compute_loss, model=model, normalizer=divisor, name=name)
     is_known = isinstance(compute_loss, KnownShare)
-    check = (
-        LossCheck() if is_known else ShareCheck(known=known, objective=objective, planned=planned, device=engine.device)
-    )
+    checked: Any = {"known": known, "objective": objective, "planned": planned, "device": engine.device}
+    check = LossCheck() if is_known else ShareCheck(**checked)
     return check.watched(engine, objective), check
 
 

@@ -195,11 +195,8 @@ def one_number(
 
 def leaves_beside(loss: Tensor, given: Collection[Any]) -> list[Tensor]:
     """Return the leaves that the gradient of a loss reaches, without those behind `given`, nodes of its graph."""
-    found, seen, left = (
-        [loss] if loss.is_leaf and loss.requires_grad else list[Tensor](),
-        {None, *given},
-        [loss.grad_fn],
-    )
+    found = [loss] if loss.is_leaf and loss.requires_grad else list[Tensor]()
+    seen, left = {None, *given}, [loss.grad_fn]
     while left:
         if (node := left.pop()) in seen:
             continue
