@@ -196,12 +196,12 @@ def one_number(
 def leaves_beside(loss: Tensor, given: Collection[Any]) -> list[Tensor]:
     """Return the leaves that the gradient of a loss reaches, without those behind `given`, nodes of its graph."""
     found = [loss] if loss.is_leaf and loss.requires_grad else list[Tensor]()
-    seen, left = {None, *given}, [loss.grad_fn]
+    seen, left = {None, *given}, list[Any]([loss.grad_fn])
     while left:
         if (node := left.pop()) in seen:
             continue
         seen.add(node)
-        if isinstance(node, torch._C._functions.AccumulateGrad):
+        if node.name() == "torch::autograd::AccumulateGrad":
             found.append(node.variable)
         left += [each for each, _ in node.next_functions]
     return found
