@@ -8,78 +8,29 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from io import StringIO
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from lengthwise import Session
 from lengthwise.models import keep_double
+from testing.loop_programs.models import (
+    SUM_SCALE,
+    by_sums,
+    loss_tokens,
+    make_model,
+    make_optimizer,
+    make_parameter,
+    make_rows,
+)
 from testing.loop_programs.program import LAYOUTS, Operation, Program
 
-VOCAB = 24
-_SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-}
-_DECAY, _GAMMA = 0.1, 0.7
-_SUM_SCALE = 1e4  # of squares of sums over sequences, so that no loop diverges and rounding stays rounding
+_GAMMA = 0.7
 Numbers = list[float]
-
-
-def make_model(kind: str) -> nn.Module:
-    """Return the tiny fp64 model of a kind of `program.MODELS`, always the same values."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        config: Any = LlamaConfig(**_SIZES, tie_word_embeddings=kind == "tied")
-        config._attn_implementation = "eager"
-        model: Any = LlamaForCausalLM(config).double().train()
-        if kind == "unreached":
-            model.model.layers[0].unreached = nn.Parameter(torch.randn(7, dtype=torch.float64))
-        if kind == "adapters":
-            from peft import LoraConfig, get_peft_model
-
-            adapters = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-            model = get_peft_model(model, adapters).double()
-    return model
-
-
-def make_optimizer(kind: str, model: nn.Module) -> torch.optim.Optimizer:
-    """Return an optimizer of two groups with other arguments; both decay, so that gradients of zero move weights."""
-    trained = [each for each in model.parameters() if each.requires_grad]
-    rate = 0.05 if kind == "sgd" else 1e-2
-    groups = [
-        {"params": trained[::2], "lr": rate, "weight_decay": _DECAY},
-        {"params": trained[1::2], "lr": 2 * rate, "weight_decay": _DECAY / 2},
-    ]
-    if kind == "sgd":
-        return torch.optim.SGD(groups, lr=rate, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=rate, eps=1e-4)  # so large that rounding of small gradients stays rounding
-
-
-def make_rows(lengths: Sequence[int], seed: int) -> list[dict[str, Tensor]]:
-    """Draw rows of these lengths; the first has a loss on every token, the others on most."""
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for number, length in enumerate(lengths):
-        ids = torch.randint(0, VOCAB, (length,), generator=generator)
-        hidden = torch.rand(length, generator=generator) < (0.3 if number else 0.0)
-        rows.append({"input_ids": ids, "labels": torch.where(hidden, -100, ids)})
-    return rows
-
-
-def loss_tokens(rows: Sequence[Mapping[str, Tensor]]) -> float:
-    """Count the tokens that have a loss."""
-    return float(sum(int((row["labels"][1:] != -100).sum()) for row in rows))
 
 
 class Loop:
@@ -102,6 +53,9 @@ class Loop:
         raise NotImplementedError
 
     def evaluate(self, lengths: Sequence[int], seed: int) -> Numbers:
+        raise NotImplementedError
+
+    def backward_with_parameter(self, lengths: Sequence[int], seed: int, where: str) -> Numbers:
         raise NotImplementedError
 
     # What is the user's own.
@@ -279,14 +233,33 @@ class PlainLoop(Loop):
 
     def _loss(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Tensor:
         rows = make_rows(lengths, seed)
-        each = list[Tensor]()
-        for row in rows:
-            logits = self.model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1]
-            each.append(F.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="none"))
+        if loss in ("next token", "compute_loss") and self.program.model.startswith("own"):
+            divisor = normalizer or loss_tokens(rows)
+            columns = [{name: values[None] for name, values in row.items()} for row in rows]
+            return torch.stack([self.model(**row, num_items_in_batch=divisor).loss for row in columns]).sum()
+        each = self._losses(rows)
         if loss == "by sequence":
-            return torch.stack([one.sum() for one in each]).square().mean() / _SUM_SCALE
+            return torch.stack([one.sum() for one in each]).square().mean() / SUM_SCALE
         found = torch.cat(each)
         return (found.square() if loss == "squares" else found).sum() / (normalizer or loss_tokens(rows))
+
+    def _losses(self, rows: Sequence[Mapping[str, Tensor]], scale: Tensor | float = 1.0) -> list[Tensor]:
+        """Return the cross entropy of each row's tokens, of logits times `scale`."""
+        each = list[Tensor]()
+        for row in rows:
+            logits = self.model(input_ids=row["input_ids"][None], use_cache=False).logits[0, :-1] * scale
+            each.append(F.cross_entropy(logits, row["labels"][1:], ignore_index=-100, reduction="none"))
+        return each
+
+    def backward_with_parameter(self, lengths: Sequence[int], seed: int, where: str) -> Numbers:
+        rows, own = make_rows(lengths, seed), make_parameter()
+        each = self._losses(rows, own if where in ("loss", "values") else 1.0)
+        if where in ("loss", "compute_loss"):
+            loss = torch.cat(each).sum() / loss_tokens(rows) * (own if where == "compute_loss" else 1.0)
+        else:
+            loss = by_sums(torch.stack([one.sum() for one in each]), where, own, self.model)
+        loss.backward()
+        return [loss.item(), self._norm(), 0.0 if own.grad is None else own.grad.item()]
 
     def _norm(self) -> float:
         found = [each.grad.norm() for each in self.model.parameters() if each.grad is not None]
@@ -328,7 +301,7 @@ class PlannedLoop(Loop):
     def backward(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Numbers:
         rows = make_rows(lengths, seed)
         if loss == "by sequence":
-            result = self.session.backward_by_sequence(rows, combine=lambda sums: sums.square().mean() / _SUM_SCALE)
+            result = self.session.backward_by_sequence(rows, combine=lambda sums: sums.square().mean() / SUM_SCALE)
         elif loss == "compute_loss":
             divisor = loss_tokens(rows)
             result = self.session.backward(
@@ -338,6 +311,29 @@ class PlannedLoop(Loop):
             own = _squares if loss == "squares" else None
             result = self.session.backward(rows, loss=own, normalizer=normalizer)
         return [result.loss, float(result.grad_norm or 0.0)]
+
+    def backward_with_parameter(self, lengths: Sequence[int], seed: int, where: str) -> Numbers:
+        rows, own = make_rows(lengths, seed), make_parameter()
+        divisor = loss_tokens(rows)
+
+        def scaled(output: Any, tokens: Any) -> Tensor:
+            logits = output.logits[0] * (own if where in ("loss", "values") else 1.0)
+            return F.cross_entropy(logits, tokens.shift_labels, ignore_index=-100, reduction="none")
+
+        if where == "loss":
+            result = self.session.backward(rows, loss=lambda output, tokens: scaled(output, tokens).sum())
+        elif where == "compute_loss":
+
+            def compute_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+                logits = model(**{**inputs, "labels": None}).logits[0, :-1]
+                each = F.cross_entropy(logits, inputs["labels"][0, 1:], ignore_index=-100, reduction="sum")
+                return each * own / divisor
+
+            result = self.session.backward(rows, compute_loss=compute_loss)
+        else:
+            combine = partial(by_sums, where=where, own=own, model=self.model)
+            result = self.session.backward_by_sequence(rows, combine=combine, values=scaled)
+        return [result.loss, float(result.grad_norm or 0.0), 0.0 if own.grad is None else own.grad.item()]
 
     def evaluate(self, lengths: Sequence[int], seed: int) -> Numbers:
         return [self.session.evaluate(make_rows(lengths, seed)).loss]

@@ -49,9 +49,10 @@ LAYOUTS: Mapping[str, Layout] = {
     "hybrid of 2": Layout(options={"shard": "hybrid", "ranks_per_node": 2}, ranks=(4,)),
     "stages of 2 replicas": Layout(options={"stages": 2}, ranks=(4,), capacity=64),
 }
-MODELS = ("untied", "tied", "unreached", "adapters")
+MODELS = ("untied", "tied", "unreached", "adapters", "own loss", "own forward")
 OPTIMIZERS = ("sgd", "adamw")
 LOSSES = ("next token", "squares", "compute_loss", "by sequence")
+PLACES = ("loss", "compute_loss", "values", "combine", "combine, of weights")  # of a parameter in a loss
 NAMES = ("norm", "embed_tokens", "lm_head", "layers.0", "q_proj", "")  # of parameters, in part
 
 
@@ -129,6 +130,10 @@ def _backward(draw: random.Random) -> dict[str, Any]:
     return {**_rows(draw), "loss": loss, "normalizer": normalizer}
 
 
+def _of_parameter(draw: random.Random) -> dict[str, Any]:
+    return {**_rows(draw), "where": draw.choice(PLACES)}
+
+
 def _group(draw: random.Random) -> dict[str, Any]:
     return {"group": draw.choice((None, 0, 1))}  # None: all
 
@@ -201,6 +206,7 @@ OPERATIONS: Mapping[str, Kind] = {
     "clip_model": Kind(draw=_limit, places="gradients", weight=1, rule="may"),
     "set_gradients_named": Kind(draw=_of(_name, _value), places="gradients", weight=2, rule="may"),
     "backward_of_model": Kind(draw=_rows, places="open gradients", weight=1.5, rule="may"),
+    "backward_with_parameter": Kind(draw=_of_parameter, places="open gradients", weight=1.5, rule="may"),
     "backward_of_weights": Kind(draw=_name, places="open gradients", weight=1.5, rule="may"),
     "evaluate_elsewhere": Kind(draw=_rows, places="gradients closed", weight=1.2, rule="may"),
     "freeze": Kind(draw=_name, places="open closed", weight=0.6, rule="must"),
@@ -216,7 +222,7 @@ def draw_program(seed: int, *, most_ranks: int = 3) -> Program:
     draw = random.Random(seed)
     ranks = 1 + seed % most_ranks
     layout = draw.choice([name for name, each in LAYOUTS.items() if ranks in each.ranks])
-    model = draw.choices(MODELS, (4, 4, 2, 1))[0]
+    model = draw.choices(MODELS, (4, 4, 2, 1, 1, 1))[0]
     is_bold, operations = draw.random() < _BOLD, list[Operation]()
     for _ in range(draw.randint(1, 3)):
         operations += _draw_step(draw, {n: k for n, k in OPERATIONS.items() if is_bold or k.rule_in(layout) == "equal"})

@@ -189,6 +189,18 @@ def test_the_next_training_is_without_the_batches_of_an_update_that_was_cut_shor
     assert difference(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain")) < 5e-6
 
 
+@pytest.mark.parametrize("kind", [Planned, more(PlannedRLOO)])
+def test_a_loss_that_depends_on_more_than_log_probabilities_is_refused(kind, tmp_path, saved):
+    """Its gradient would be lost."""
+
+    class Own(kind):
+        def compute_loss(self, *args, **how):
+            return super().compute_loss(*args, **how) + 0.05 * self.model.lm_head.weight.square().sum()
+
+    with pytest.raises(ConfigError, match=r"alone; got one of lm_head\.weight of the model as well"):
+        trained(Own, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"max_steps": 1})
+
+
 def test_a_loss_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch):
     monkeypatch.setattr(Planned, "_is_sum", lambda _: True)
     with pytest.raises(ConfigError, match=r"loss_type: expected .* got a gradient that differs from TRL's"):

@@ -199,6 +199,17 @@ def test_a_preference_loss_of_a_model_with_dropout_is_refused(tmp_path):
         trainer.train()
 
 
+def test_a_preference_loss_that_depends_on_more_than_log_probabilities_is_refused(tmp_path):
+    class Own(PlannedDPOTrainer):
+        def compute_loss(self, *args, **how):
+            return super().compute_loss(*args, **how) + 0.05 * self.model.lm_head.weight.square().sum()
+
+    given = {"train_dataset": pairs(4), "processing_class": tokenizer(), "capacity_tokens": 999, "ref_model": model()}
+    trainer = Own(model=model(), args=arguments(DPOConfig, tmp_path, 1), **given)
+    with pytest.raises(LengthwiseError, match=r"alone; got one of lm_head\.weight of the model as well"):
+        trainer.train()
+
+
 def test_pairs_with_columns_that_are_not_of_text_are_refused():
     inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "pixel_values": torch.ones(2, 4)}
     with pytest.raises(LengthwiseError, match="pixel_values"):

@@ -49,12 +49,14 @@ class ByPosition(LlamaForCausalLM):
 
     def forward(self, input_ids=None, position_ids=None, **given):
         output = super().forward(input_ids=input_ids, position_ids=position_ids, **given)
-        return by_position(self, (), {"position_ids": position_ids}, output)
+        return by_position(self, (), {"position_ids": position_ids, **given}, output)
 
 
 def by_position(_model, _given, named, output):
     weights = 1 + named["position_ids"][:, -output.logits.shape[1] :, None] % 7
     output.logits = output.logits * weights
+    if (labels := named.get("labels")) is not None:
+        output.loss = F.cross_entropy(output.logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum")
     return output
 
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from loops import in_ranks, rows_of, small_model
 from peft import LoraConfig, get_peft_model
 
@@ -271,11 +272,14 @@ ODD_ARGUMENTS = [
     ("loss", lambda outputs, _: outputs.logits.sum().detach(), "which does not depend on the model's outputs"),
     ("loss", lambda outputs, _: outputs.logits.sum(-1), "loss: expected a tensor of one number"),
 ]
+TAU = torch.nn.Parameter(torch.tensor(1.3))  # a temperature that is learned beside the model
 ODD_COMBINES = [
     ({"combine": 5}, "combine: expected a function of the values"),
     ({"combine": lambda values: 1.0}, "combine: expected a tensor of one number, computed from the values"),
     ({"combine": lambda values: values.sum(), "per": "word"}, "per: expected sequence or token"),
     ({"combine": lambda values: values.sum(), "values": lambda *_: None}, "values: expected one value per token"),
+    ({"combine": lambda values: (values * TAU).sum()}, "alone; got one of a parameter () beside the model as well"),
+    ({"combine": lambda _: TAU * 2}, "combine: expected a loss of the gathered values alone"),
 ]
 
 
@@ -290,6 +294,9 @@ def test_odd_rows_arguments_and_losses_are_named_and_the_next_step_is_right():
             assert wanted in said(partial(session.backward, ROWS, **{name: value}))
         for given, wanted in ODD_COMBINES:
             assert wanted in said(partial(session.backward_by_sequence, ROWS, **given))
+        decay = {"combine": lambda values: values.sum() + sum(each.square().sum() for each in model.parameters())}
+        told = said(partial(session.backward_by_sequence, ROWS, **decay))
+        assert "of the model and 20 more tensors as well" in told
         assert "limit: expected a number of 0 or more" in said(lambda: session.clip_grad_norm_(-1.0))
         assert "numbers: expected a dense tensor" in said(lambda: session.sum_over_ranks([1.0]))
         assert "batches: expected an iterable" in said(lambda: list(session.batches(5)))
@@ -297,6 +304,91 @@ def test_odd_rows_arguments_and_losses_are_named_and_the_next_step_is_right():
         assert session.evaluate(narrow).loss == session.evaluate(ROWS[-1:]).loss
         session.optimizer.zero_grad()
         assert session.backward(ROWS).loss == expected
+
+
+def scaled(output, tokens, reduction="sum"):
+    logits = output.logits[0] * TAU
+    return F.cross_entropy(logits, tokens.shift_labels, ignore_index=-100, reduction=reduction)
+
+
+OF_OTHERS = [
+    lambda session, rows: session.backward(rows, loss=scaled),
+    lambda session, rows: session.backward(
+        rows, compute_loss=lambda model, inputs: model(**inputs, num_items_in_batch=40).loss * TAU
+    ),
+    lambda session, rows: session.backward_by_sequence(
+        rows, combine=lambda sums: sums.square().mean(), values=partial(scaled, reduction="none")
+    ),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_loss_trains_beside_the_model_is_refused_on_several_ranks(ranks, tmp_path):
+    """Also on ranks without a token."""
+
+    def work(_rank):
+        model = small_model(torch.float32)
+        with Session(model, SGD(model.parameters()), capacity_tokens=128, shard="zero1") as session:
+            found = []
+            for run in OF_OTHERS:
+                TAU.grad = None
+                message = said(partial(run, session, ROWS[-1:]))
+                found.append((message, None if TAU.grad is None else TAU.grad.item()))
+        return found
+
+    found = in_ranks(work, ranks, tmp_path)
+    for lines in zip(*found, strict=True):
+        if ranks == 1:
+            assert [line for line, _ in lines] == [""]
+            assert lines[0][1] not in (None, 0.0), "as in a plain loop"
+        else:
+            told = sorted(line.split("; got ")[1].split(". ")[0] for line, _ in lines)
+            assert told == ["a parameter () beside the model", "others, on another rank"]
+
+
+@pytest.mark.parametrize("layout", [{"shard": "zero1"}, more({"shard": "zero3"}), more({"stages": 2})])
+def test_the_head_may_have_a_parameter_for_a_loss(layout, tmp_path):
+    """As the refusal says."""
+
+    def work(_rank, **options):
+        model = small_model()
+        model.lm_head.scale = torch.nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+        def loss(output, tokens):
+            logits = output.logits[0] * model.lm_head.scale
+            return F.cross_entropy(logits, tokens.shift_labels, ignore_index=-100, reduction="sum")
+
+        with Session(model, SGD(model.parameters()), **options) as session:
+            session.backward(ROWS, loss=loss)
+            session.optimizer.step()
+            return session.state_dict().get("master_weights", {}).get("lm_head.scale")
+
+    (expected,) = in_ranks(partial(work, capacity_tokens=128), 1, tmp_path)
+    found, _ = in_ranks(partial(work, capacity_tokens=32, **layout), 2, tmp_path)
+    assert found.item() == pytest.approx(expected.item(), abs=1e-12)
+    assert abs(expected.item() - 1.3) > 1e-6
+
+
+def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **_):
+    words, labels = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
+    total = F.cross_entropy(words, labels, reduction="sum", label_smoothing=0.3)
+    return total / num_items_in_batch
+
+
+def test_the_models_own_loss_is_the_sessions_and_a_mean_of_it_is_refused():
+    model = small_model()
+    model.loss_function = smoothed
+    plain, total = copy.deepcopy(model), sum(int((row["labels"][1:] != -100).sum()) for row in ROWS)
+    for row in ROWS:
+        ids, labels = row["input_ids"][None], row["labels"][None]
+        plain(input_ids=ids, labels=labels, num_items_in_batch=total).loss.backward()
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        assert session.backward(ROWS).grad_norm == pytest.approx(expected, rel=1e-9)
+        weighed = [{**row, "weights": torch.ones(len(row["input_ids"]))} for row in ROWS]
+        assert "loss of the model: expected rows without weights" in said(lambda: session.backward(weighed))
+        model.loss_function = lambda **given: smoothed(**{**given, "num_items_in_batch": given["labels"].numel()})
+        assert "loss of the model: expected a microbatch's share" in said(lambda: session.evaluate(ROWS))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import coefficient_key, has_dropout
 from lengthwise.session import Session, StepResult
 from lengthwise.session.loss_checks import ShareInChunks
+from lengthwise.session.losses import gradients_by
 from lengthwise.session.model import hugging_face_model
 from lengthwise.session.row_batch import Row
 
@@ -201,9 +202,13 @@ class TokenLossMixin(PlannedTrainerMixin):
         return self._balance
 
     def _gradients(self, loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of TRL's loss by the numbers of tokens; keep that by the balance loss."""
-        *found, by_balance = torch.autograd.grad(loss, (*leaves, self._balance), allow_unused=True)
-        self._coefficient = 0.0 if by_balance is None else by_balance.item()
+        """Return the gradients of TRL's loss by the numbers of tokens; keep that by the balance loss.
+
+        Raises:
+            ConfigError: the loss depends on more, see `gradients_by`.
+        """
+        *found, by_balance = gradients_by("compute_loss", loss, (*leaves, self._balance), self.model)
+        self._coefficient = by_balance.item()
         return tuple(found)
 
     @contextmanager

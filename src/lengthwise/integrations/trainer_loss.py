@@ -6,10 +6,9 @@ from functools import partial
 from typing import Any
 
 import transformers
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.models import coefficient_of, has_balance_loss, has_own_logits, whole_model
+from lengthwise.models import coefficient_of, has_balance_loss, has_own_loss, whole_model
 from lengthwise.session import StepResult
 from lengthwise.session.loss_checks import KnownShare, ShareInChunks
 from lengthwise.session.losses import ComputeLoss
@@ -54,8 +53,7 @@ def is_next_tokens(trainer: Any) -> bool:
         getattr(trainer.compute_loss, "__func__", None) is transformers.Trainer.compute_loss
         and trainer.compute_loss_func is None
         and trainer.label_smoother is None
-        and not has_own_logits(model)
-        and model.loss_function is ForCausalLMLoss
+        and not has_own_loss(model)
     )
 
 

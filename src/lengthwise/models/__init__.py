@@ -30,7 +30,7 @@ from lengthwise.models.dropout import (
 )
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit, score_cap
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
-from lengthwise.models.loss import has_own_logits, token_loss, token_losses
+from lengthwise.models.loss import has_own_logits, has_own_loss, token_loss, token_losses
 from lengthwise.models.mixer_choice import choose_mixers
 from lengthwise.models.mixer_layers import has_states, mixing_of
 from lengthwise.models.model_source import (
@@ -97,6 +97,7 @@ __all__ = [
     "has_balance_loss",
     "has_dropout",
     "has_own_logits",
+    "has_own_loss",
     "has_states",
     "keep_double",
     "largest_head_dim",

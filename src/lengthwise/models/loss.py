@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lengthwise.core.errors import ModelRefused
 from lengthwise.models.modules import modules_of
@@ -47,6 +48,11 @@ def has_own_logits(model: Any) -> bool:
     hooks = (str(getattr(each, "__module__", None)) for each in model._forward_hooks.values())
     is_plain = is_family and getattr(forward, "__func__", None) is type(model).forward
     return not is_plain or not all(each.startswith(known) for each in hooks)
+
+
+def has_own_loss(model: Any) -> bool:
+    """Return whether the `loss` of a model's output may be another than the next token's cross entropy."""
+    return has_own_logits(model) or whole_model(model).loss_function is not ForCausalLMLoss
 
 
 class DecoderOutput:

@@ -7,6 +7,8 @@ step's end.
 A `ComputeLoss` runs the model, so it is checked only when it is new: a function of other code, or one that refers to
 other functions, strings or switches. Numbers may differ, because its divisor changes from step to step. For two equal
 rows it must return twice the value for one.
+
+On several ranks a loss trains the model alone: each rank would have its share of the gradient of other tensors.
 """
 
 from __future__ import annotations
@@ -14,9 +16,9 @@ from __future__ import annotations
 import copy
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from itertools import chain, islice
@@ -32,8 +34,20 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import Objective
+from lengthwise.models import has_own_loss, whole_model
 from lengthwise.session.engine import Engine
-from lengthwise.session.losses import IN_CHUNKS, OF_USER, ComputeLoss, LossKind, OfModel, OfOutputs, TokenLoss, Tokens
+from lengthwise.session.losses import (
+    IN_CHUNKS,
+    OF_USER,
+    ComputeLoss,
+    LossKind,
+    OfModel,
+    OfOutputs,
+    TokenLoss,
+    Tokens,
+    Watched,
+    described,
+)
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.row_batch import RowBatch, rows_of
 from lengthwise.session.source import PlannedStep
@@ -50,22 +64,50 @@ Evaluate: TypeAlias = Callable[[PlannedStep, Objective], float]
 
 @dataclass(kw_only=True)
 class LossCheck:
-    """A check of one step's loss. found: whether any rank's `number` is not 0, set at the step's end."""
+    """A check of one step's loss, on several ranks that it trains the model alone.
 
+    others: the tensors outside of the model that it trains on this rank, by id. found: whether a rank `suspects` the
+    loss, is_of_others: whether a rank has `others`; both are set at the step's end.
+    """
+
+    others: dict[int, Tensor] = field(default_factory=dict)
     found: bool = False
+    is_of_others: bool = False
+
+    @property
+    def suspects(self) -> bool:
+        """Whether this rank has to look at the loss, or found it wrong."""
+        return False
 
     @property
     def number(self) -> float:
-        """This rank's number, which all ranks get."""
-        raise NotImplementedError
+        """This rank's findings in one number, which all ranks get."""
+        return float(self.suspects + 2 * bool(self.others))
+
+    def take(self, numbers: Sequence[float]) -> None:
+        """Take the `number` of all ranks."""
+        self.found = any(number % 2 for number in numbers)
+        self.is_of_others = any(number >= 2 for number in numbers)
+
+    def watched(self, engine: Engine, objective: Objective) -> Objective:
+        """Return the objective, on several ranks such that `others` are found."""
+        if engine.transport.world_size == 1:  # all gradients are on this rank
+            return objective
+        own = frozenset(map(id, engine.model.parameters()))
+        return Watched(objective=objective, own=own, others=self.others)
 
     def finish(self, evaluate: Evaluate) -> None:
-        """Refuse the loss after the step, on all ranks, if it is not a sum. Collective.
+        """Refuse the loss after the step, on all ranks, if it is wrong. Collective.
 
         Raises:
-            ConfigError: the loss is not a sum.
+            ConfigError: the loss is not a sum, or trains tensors outside of the model.
         """
-        raise NotImplementedError
+        del evaluate
+        if self.is_of_others:
+            got = ", ".join(map(described, islice(self.others.values(), 3))) or "others, on another rank"
+            expected = "a loss that trains parameters of the model, whose gradients are summed over the ranks"
+            remedy = "Put it into the head before optimizer and session: model.lm_head.scale = nn.Parameter(...)."
+            raise ConfigError("loss", expected=expected, got=got, remedy=remedy)
 
 
 @dataclass(kw_only=True)
@@ -112,13 +154,13 @@ class SumCheck(LossCheck):
         return math.isfinite(whole) and not apart <= max(_UNEQUAL * (abs(whole) + sum(map(abs, halves))), self.least)
 
     @property
-    def number(self) -> float:
-        """1 if the halves fail to add up."""
-        return float(self.is_wrong)
+    def suspects(self) -> bool:
+        """Whether the halves fail to add up."""
+        return self.is_wrong
 
     def finish(self, evaluate: Evaluate) -> None:
         """Refuse the loss on all ranks if one found it wrong; only that rank shows its numbers."""
-        del evaluate
+        super().finish(evaluate)
         if self.found:
             whole, *halves = self._numbers()
             got = (
@@ -153,7 +195,7 @@ class ShareInChunks(KnownShare):
     kind = IN_CHUNKS
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ShareCheck(LossCheck):
     """The check of a `ComputeLoss`. known: `_parts_of` the functions that passed. planned: the step."""
 
@@ -167,12 +209,13 @@ class ShareCheck(LossCheck):
         self.made_of = _parts_of(self.objective.compute_loss)
 
     @property
-    def number(self) -> float:
-        """1 if this rank has not checked the function."""
-        return float(self.made_of not in self.known)
+    def suspects(self) -> bool:
+        """Whether this rank has not checked the function."""
+        return self.made_of not in self.known
 
     def finish(self, evaluate: Evaluate) -> None:
         """Call the function on one row of the step and on two equal ones, if it is new on some rank."""
+        super().finish(evaluate)
         if not self.found:
             return
         losses = []
@@ -189,15 +232,15 @@ class ShareCheck(LossCheck):
             got = f"{once:g} for a row, {twice:g} for two equal rows"
             expected = "a microbatch's share of the step's loss: a sum over tokens, divided by one number of the step"
             remedy = "Divide a sum by the step's loss tokens, for example model(**inputs, num_items_in_batch=n).loss."
-            raise ConfigError("compute_loss", expected=expected, got=got, remedy=remedy)
+            raise ConfigError(self.objective.name, expected=expected, got=got, remedy=remedy)
         self.known.add(self.made_of)
 
 
-def kind_of(loss: TokenLoss | None, compute_loss: ComputeLoss | None) -> LossKind:
-    """Return what plans for a step's loss depend on."""
+def kind_of(loss: TokenLoss | None, compute_loss: ComputeLoss | None, *, is_own: bool = False) -> LossKind:
+    """Return what plans for a step's loss depend on. is_own: whether the model has a loss of its own."""
     if isinstance(compute_loss, KnownShare):
         return compute_loss.kind
-    return IN_CHUNKS if loss is None and compute_loss is None else OF_USER
+    return IN_CHUNKS if loss is None and compute_loss is None and not is_own else OF_USER
 
 
 def objective_of(
@@ -210,13 +253,14 @@ def objective_of(
     normalizer: float | None,
     known: set[object],
 ) -> tuple[Objective, LossCheck | None]:
-    """Return the objective of a step, by one of the losses or the next token's, and the check of its loss.
+    """Return the objective of a step, by one of the losses, the model's own or the next token's, and its check.
 
     model: the engine's model in its wrap. known: `_parts_of` the functions that passed.
 
     Raises:
-        ConfigError: two losses were given, or the normalizer is not a finite number above 0.
-        ModelRefused: the model has a balance loss, of which is unknown whether `compute_loss` has it, too.
+        ConfigError: two losses were given, the normalizer is not a finite number above 0, or rows have weights, which
+            the model's own loss would not count.
+        ModelRefused: the model has a balance loss, which `compute_loss` or the model's own would not count right.
     """
     if loss is not None and compute_loss is not None:
         raise ConfigError("loss", expected="loss or compute_loss", got="both", remedy="Leave one out.")
@@ -225,16 +269,31 @@ def objective_of(
         expected = "a token with a label in the step" if normalizer is None else "a finite normalizer above 0"
         remedy = "Give normalizer, or other sequences."
         raise ConfigError("normalizer", expected=expected, got=f"{divisor:g}", remedy=remedy)
-    if compute_loss is not None:
-        is_known = isinstance(compute_loss, KnownShare)
-        if not is_known:
-            refuse_balance(engine.model, "compute_loss")
-        objective = OfModel(batch=rows_of(planned), compute_loss=compute_loss, model=model, normalizer=divisor)
-        return objective, None if is_known else ShareCheck(known, objective, planned, engine.device)
     if loss is not None:
-        check = SumCheck()
-        return OfOutputs(batch=rows_of(planned), loss=loss, divisor=divisor, check=check.compare), check
-    return engine.next_token(planned.batch, divisor), None
+        of_tokens = SumCheck()
+        of_outputs = OfOutputs(batch=rows_of(planned), loss=loss, divisor=divisor, check=of_tokens.compare)
+        return of_tokens.watched(engine, of_outputs), of_tokens
+    name = "compute_loss"
+    if compute_loss is None:
+        if not has_own_loss(engine.model):
+            return engine.next_token(planned.batch, divisor), None
+        whole = whole_model(engine.model)
+        made_of = {"forward": whole.forward, "loss_function": whole.loss_function}
+        name, compute_loss = "loss of the model", partial(_own_share, normalizer=divisor, **made_of)
+        if rows_of(planned).is_weighed:
+            expected, remedy = "rows without weights: a loss of its own does not get them", "Give loss= a function."
+            raise ConfigError(name, expected=expected, got="rows with weights", remedy=remedy)
+    if not (is_known := isinstance(compute_loss, KnownShare)):
+        refuse_balance(engine.model, name)
+    objective = OfModel(batch=rows_of(planned), compute_loss=compute_loss, model=model, normalizer=divisor, name=name)
+    checked: Any = {"known": known, "objective": objective, "planned": planned, "device": engine.device}
+    check = LossCheck() if is_known else ShareCheck(**checked)
+    return check.watched(engine, objective), check
+
+
+def _own_share(model: nn.Module, inputs: dict[str, Any], *, normalizer: float, **_made_of: object) -> Any:
+    """Return the loss that a model computes itself of a microbatch. made_of: what it calls, new ones to be checked."""
+    return model(**inputs, num_items_in_batch=normalizer).loss
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

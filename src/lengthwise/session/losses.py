@@ -6,18 +6,21 @@ exact under any cut; a mean, a collective or a statistic of the batch is not, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.names import counted
 from lengthwise.data import NO_LOSS
-from lengthwise.engine.objective import ForwardPass
+from lengthwise.engine.objective import ForwardPass, Objective
 from lengthwise.models import token_losses
 from lengthwise.models.adapter import collecting_routers, planned_output, run_planned
 from lengthwise.session.misuse import shown
@@ -109,13 +112,14 @@ class OfModel:
 
     `model` is the function's argument; a planned forward of any of its parts counts. The row has one more token of
     padding, and labels are moved one to the right, so that the usual shift pairs each token with its successor in the
-    sequence, however the sequence was cut and packed.
+    sequence, however the sequence was cut and packed. name: the function in messages.
     """
 
     batch: RowBatch
     compute_loss: ComputeLoss
     model: nn.Module
     normalizer: float
+    name: str = "compute_loss"
     divisor: float = 1.0
     rows_beyond: int = 1
 
@@ -143,7 +147,7 @@ class OfModel:
         with collecting_routers(forward.model, planned, forward.collect_router) as switch:
             inputs |= switch
             found = run_planned(forward.model, planned, lambda: self.compute_loss(self.model, inputs), once=False)
-        return one_number("compute_loss", found, device)
+        return one_number(self.name, found, device)
 
 
 def tokens_of(batch: RowBatch, forward: ForwardPass) -> Tokens:
@@ -188,3 +192,85 @@ def one_number(
     raise ConfigError(
         what, expected=f"a tensor of one number, computed from {of}", got=got or shown(found), remedy=remedy
     )
+
+
+def leaves_beside(loss: Tensor, given: Collection[Any]) -> list[Tensor]:
+    """Return the leaves that the gradient of a loss reaches, without those behind `given`, nodes of its graph."""
+    found = [loss] if loss.is_leaf and loss.requires_grad else list[Tensor]()
+    seen, left = {None, *given}, list[Any]([loss.grad_fn])
+    while left:
+        if (node := left.pop()) in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.append(node.variable)
+        left += [each for each, _ in node.next_functions]
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Watched:
+    """An `Objective` that notes the leaves outside of the model that its loss reaches beside the decoder's outputs.
+
+    own: ids of the model's parameters. others: the leaves found so far, by id.
+    """
+
+    objective: Objective
+    own: Collection[int]
+    others: dict[int, Tensor]
+
+    @property
+    def divisor(self) -> float:
+        """Divisor of the sum."""
+        return self.objective.divisor
+
+    @property
+    def rows_beyond(self) -> int:
+        """Least number of padding rows."""
+        return self.objective.rows_beyond
+
+    def __call__(self, forward: ForwardPass) -> Tensor:
+        """Return the objective's sum over the rank's tokens."""
+        with _decoder_ends(forward.model) as given:
+            loss = self.objective(forward)
+        self.others.update((id(each), each) for each in leaves_beside(loss, given) if id(each) not in self.own)
+        return loss
+
+
+@contextmanager
+def _decoder_ends(model: Any) -> Iterator[set[Any]]:
+    """Collect the nodes of the graph at which the decoder's outputs inside the block end."""
+    found = set[Any]()
+
+    def note(_module: nn.Module, _asked: Any, output: Any) -> None:
+        found.update(each.grad_fn for each in tree_leaves(output) if isinstance(each, Tensor))
+
+    handle = model.get_decoder().register_forward_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+def gradients_by(where: str, loss: Tensor, leaves: Sequence[Tensor], model: nn.Module) -> tuple[Tensor, ...]:
+    """Return the gradients of a loss by the gathered values that it is computed from; 0 where it depends on none.
+
+    where: the function in messages.
+
+    Raises:
+        ConfigError: the loss depends on other tensors that need a gradient, which would be lost.
+    """
+    given = {id(each) for each in leaves}
+    if beside := [each for each in leaves_beside(loss, ()) if id(each) not in given]:
+        names = {id(each): f"{name} of the model" for name, each in model.named_parameters()}
+        first = names.get(id(beside[0]), described(beside[0]))
+        more = f" and {counted(len(beside) - 1, 'more tensor')}" if len(beside) > 1 else ""
+        got = f"one of {first}{more} as well"
+        remedy = "Leave such terms out: run a session.backward of their own for them, which adds its gradients."
+        raise ConfigError(where, expected="a loss of the gathered values alone", got=got, remedy=remedy)
+    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+
+def described(leaf: Tensor) -> str:
+    """Return a text of a tensor that needs a gradient, outside of the model."""
+    return f"a {'parameter' if isinstance(leaf, nn.Parameter) else 'tensor'} {tuple(leaf.shape)} beside the model"

@@ -43,8 +43,8 @@ _KEPT_AS = {  # dtypes for which torch has few functions
 class RowBatch(StepBatch):
     """A global batch made of a loop's rows, whose ids are below `num_words`, the model's vocabulary.
 
-    columns: the columns beside ids and labels, by name, as one tensor (length, ...) a row. is_plain: whether there are
-    no such columns and no weights.
+    columns: the columns beside ids and labels, by name, as one tensor (length, ...) a row. is_weighed: whether there
+    are weights. is_plain: whether there are neither.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class RowBatch(StepBatch):
         raise_problems(problems[:_SHOWN])
         super().__init__(builder.finish(), range(len(rows)))
         self.columns = _by_name(columns)
-        self.is_plain = not self.columns and not is_weighed
+        self.is_weighed, self.is_plain = is_weighed, not self.columns and not is_weighed
         _refuse_unequal(self.columns)
 
     @property

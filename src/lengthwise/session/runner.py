@@ -191,7 +191,7 @@ class StepRunner:
         engine.transport.phase = f"{name}, step end"
         ranks = share_record(engine.transport, self.end.numbers(self.steps, own) if train else own)
         if check is not None:
-            check.found = any(rank.loss_check for rank in ranks)
+            check.take([rank.loss_check for rank in ranks])
         return ranks, StepResult(
             loss=sum(rank.loss_sum for rank in ranks) / objective.divisor if loss is None else loss,
             plan=planned.plan,

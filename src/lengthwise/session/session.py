@@ -22,10 +22,10 @@ from lengthwise.core.uncaught import report_in_a_line
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
-from lengthwise.models import placeholders, whole_model
+from lengthwise.models import has_own_loss, placeholders, whole_model
 from lengthwise.session.agreement import Agreement, SessionStepEnd
 from lengthwise.session.keywords import SessionOptions
-from lengthwise.session.loss_checks import kind_of, objective_of
+from lengthwise.session.loss_checks import LossCheck, kind_of, objective_of
 from lengthwise.session.losses import IN_CHUNKS, OF_USER, ComputeLoss, LossKind, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
 from lengthwise.session.model import num_words
@@ -198,8 +198,8 @@ class Session(SavedSession):
 
         Args:
             sequences: rows of the global batch, the same on all ranks, or a step of `batches`.
-            loss: a function of outputs and tokens that returns a sum over the tokens. If None, the next token's cross
-                entropy.
+            loss: a function of outputs and tokens that returns a sum over the tokens. If None, the model's own loss, or
+                the next token's cross entropy.
             compute_loss: a function of model and inputs, as of Trainer, that returns this microbatch's share.
             normalizer: divisor of the sums. If None, the number of loss tokens of the batch.
 
@@ -209,7 +209,7 @@ class Session(SavedSession):
         how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
         trained = self._training("backward", **how)
         start, name = time.perf_counter(), f"step {self.steps + 1}"
-        kind = kind_of(loss, compute_loss)
+        kind = kind_of(loss, compute_loss, is_own=has_own_loss(self._inner))
         self._expect(kind)
         planned = self._planned(sequences, name, kind, normalizer=normalizer)
         objective, check = objective_of(self.engine, self.model, planned, known=self._known_losses, **how)
@@ -245,10 +245,11 @@ class Session(SavedSession):
         self._expect(kind)
         planned = self._planned(sequences, f"step {step}", kind)
         found, sums, first = gather(self.engine, planned, values, per, f"step {step}", step=step)
-        loss, weights = combined(found.gathered, sums, combine)
-        objective = replace(found, weights=weights)
+        loss, weights = combined(found.gathered, sums, combine, self.model)
+        objective, check = replace(found, weights=weights), LossCheck()
+        watched = objective if values is None else check.watched(self.engine, objective)
         with trained.collecting():
-            result = self.runner.backward(planned, objective, before=first, loss=loss)
+            result = self.runner.backward(planned, watched, before=first, loss=loss, check=check)
         return self._made(result, start)
 
     def token_values(self, sequences: Sequence[Row] | PlannedStep, values: TokenValues | None = None) -> list[Tensor]:
@@ -271,7 +272,8 @@ class Session(SavedSession):
         how: dict[str, Any] = {"loss": loss, "compute_loss": compute_loss, "normalizer": normalizer}
         check_kinds(**how)
         start, name = time.perf_counter(), f"evaluation after step {self.steps}"
-        planned = self._planned(sequences, name, kind_of(loss, compute_loss), normalizer=normalizer)
+        kind = kind_of(loss, compute_loss, is_own=has_own_loss(self._inner))
+        planned = self._planned(sequences, name, kind, normalizer=normalizer)
         objective, check = objective_of(self.engine, self.model, planned, known=self._known_losses, **how)
         result = self.runner.evaluate(planned, objective, check=check)
         refuse_not_finite(f"{name}, loss", result.loss)

@@ -25,7 +25,7 @@ from lengthwise.engine.step import RankResult
 from lengthwise.models import has_dropout, model_log_probabilities, model_loss
 from lengthwise.models.adapter import planned_output
 from lengthwise.session.engine import Engine
-from lengthwise.session.losses import Tokens, TokenValues, one_number, tokens_of
+from lengthwise.session.losses import Tokens, TokenValues, gradients_by, one_number, tokens_of
 from lengthwise.session.misuse import shown
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.row_batch import RowBatch, rows_of
@@ -156,11 +156,11 @@ def gather(
     return objective, gathered.sums, work
 
 
-def combined(gathered: Gathered, sums: Tensor, combine: Combine) -> tuple[float, Tensor]:
+def combined(gathered: Gathered, sums: Tensor, combine: Combine, model: nn.Module) -> tuple[float, Tensor]:
     """Return the loss that `combine` computes from the sums, and its gradient by each of them.
 
     Raises:
-        ConfigError: `combine` returns no single number, or one that does not depend on the sums.
+        ConfigError: `combine` returns no single number, or one that does not depend on the sums, or not on them alone.
     """
     leaf = sums.detach().requires_grad_()
     with torch.enable_grad():
@@ -168,8 +168,4 @@ def combined(gathered: Gathered, sums: Tensor, combine: Combine) -> tuple[float,
         loss = one_number(
             "combine", loss, leaf.device, of="the values", remedy="Return the mean or sum over sequences."
         )
-    (gradient,) = torch.autograd.grad(loss, leaf, allow_unused=True)
-    if gradient is None:
-        remedy, got = "Return the mean or sum over sequences.", "a number that does not depend on them"
-        raise ConfigError("combine", expected="one number, computed from the values", got=got, remedy=remedy)
-    return loss.item(), gradient
+    return loss.item(), gradients_by("combine", loss, (leaf,), model)[0]
