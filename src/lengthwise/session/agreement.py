@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import ConfigError, RankError
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.step import RankResult
+from lengthwise.models.modules import modules_of
 from lengthwise.session.loop_optimizer import LoopOptimizer
+from lengthwise.session.own_loop import hook_until_closed
 from lengthwise.session.runner import StepEnd
 
 _BITS = 48  # bits of a digest or of flags in one number, exact in fp64
@@ -35,11 +39,34 @@ _OWN = 5  # numbers of a rank before its digests
 class Agreement:
     """Compares the ranks of a session. updates: the optimizer, or None if nothing trains."""
 
-    def __init__(self, model: nn.Module, transport: Transport, updates: LoopOptimizer | None) -> None:
+    def __init__(
+        self, model: nn.Module, transport: Transport, updates: LoopOptimizer | None, closing: ExitStack
+    ) -> None:
         self._transport, self._updates, self._model = transport, updates, model
         self._stage = None if updates is None else updates.parameters.stage
         self._parameters = dict(model.named_parameters())
         self._versions = self._counted()
+        self._leave_out_forwards(closing)
+
+    def _leave_out_forwards(self, closing: ExitStack) -> None:
+        """Do not count what peft does to a parameter in a forward of its wrapper, as to the experts of a mixture.
+
+        It swaps the parameter and puts it back, which autograd counts; ranks run different numbers of forwards.
+        """
+        names = {id(each): name for name, each in self._parameters.items()}
+        for wrapper in (each for each in modules_of(self._model) if type(each).__name__ == "ParamWrapper"):
+            parameter: Any = wrapper.get_param()  # type: ignore[operator]
+            name, before = names[id(parameter)], list[int]()
+
+            def begin(parameter: Tensor = parameter, before: list[int] = before) -> None:
+                before.append(parameter._version)
+
+            def end(parameter: Tensor = parameter, before: list[int] = before, name: str = name) -> None:
+                self._versions[name] += parameter._version - before.pop()
+
+            hook_until_closed(wrapper.register_forward_pre_hook, begin, self._model, closing)
+            register = partial(wrapper.register_forward_hook, always_call=True)
+            hook_until_closed(register, end, self._model, closing)
 
     def _counted(self) -> dict[str, int]:
         """Return how often each parameter was changed in place, by autograd's count."""
