@@ -64,7 +64,7 @@ def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on
     """
     check_attention(computing.attention, attention_needs(config, dtype), on_gpus=on_gpus)
     if computing.compile and asks_for_dropout(config):
-        raise _refuse_compiled_dropout()
+        raise refuse_compiled_dropout()
     choose_fused(computing.fused_layers, _fused_needs(config, computing, dtype=dtype, on_gpu=on_gpus))
     if computing.experts != "auto":
         choose_experts(computing.experts, needs_of(build_skeleton(config), dtype, on_gpu=on_gpus, capability=None))
@@ -197,7 +197,7 @@ def choose_layers(
         report(f"fused layers: off; because {reason}")
     if computing.compile:
         if has_dropout(model):
-            raise _refuse_compiled_dropout()
+            raise refuse_compiled_dropout()
         forwards, done = compiled_forwards(model)
         report(f"compile: {done}")
     every = dict.fromkeys((*modules_of(model), *(() if wrap is None else modules_of(wrap))))
@@ -207,7 +207,8 @@ def choose_layers(
     return Layers(model=model, forwards=forwards, experts=experts, modules=modules)
 
 
-def _refuse_compiled_dropout() -> ConfigError:
+def refuse_compiled_dropout() -> ConfigError:
+    """Return the error of a model with dropout whose layers are compiled."""
     remedy = "Set compile: false, or the dropout of the model and its adapters to 0."
     return ConfigError("compile", expected="false with dropout, whose calls are counted", got="true", remedy=remedy)
 

@@ -88,7 +88,7 @@ def _say(choice: str) -> None:
 def _guard_models(updates: LoopOptimizer, models: Sequence[nn.Module], closing: ExitStack) -> None:
     """Keep the models from being converted, and from being used while only slices have new weights, until it closes."""
     parameters = updates.parameters
-    closing.callback(lambda: updates.optimizer.register_step_prehook_until_closed(_refuse_closed))
+    closing.callback(lambda: updates.optimizer.register_step_pre_hook(_refuse_closed))
     closing.callback(updates.release)
     for register in (models[-1].register_forward_pre_hook, models[-1].register_state_dict_pre_hook):
         hook_until_closed(register, updates.refuse_unpublished, models[0], closing)
@@ -101,7 +101,9 @@ def _guard_models(updates: LoopOptimizer, models: Sequence[nn.Module], closing: 
             _put_in_place(module, "_apply", partial(_convert_nothing, module), models[0], closing)
 
 
-def hook_until_closed(register: Callable[[Any], Any], call: Callable[[], object], whole: nn.Module, closing: ExitStack) -> None:
+def hook_until_closed(
+    register: Callable[[Any], Any], call: Callable[[], object], whole: nn.Module, closing: ExitStack
+) -> None:
     """Register a hook of a model until the session closes; copies of the model do not have it."""
     closing.callback(register(_OfSession(whole, lambda *_: call(), lambda _: _do_nothing)).remove)
 
