@@ -25,7 +25,7 @@ from lengthwise.core import files
 from lengthwise.core.errors import OutputError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.run import export, folder, launch, setup, writes
+from lengthwise.run import export, launch, setup, writes
 from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.writes import MOST_FAILURES

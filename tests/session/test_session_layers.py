@@ -148,9 +148,12 @@ def set_balance(model):
 
 
 @pytest.mark.parametrize(
-    ("make", "change", "ranks"), [(with_dropout, set_dropout, 1), (with_balance, set_balance, 1), more(with_balance, set_balance, 2)]
+    ("make", "change", "ranks"),
+    [(with_dropout, set_dropout, 1), (with_balance, set_balance, 1), more(with_balance, set_balance, 2)],
 )
-def test_dropout_and_balance_losses_that_a_loop_sets_between_steps_are_those_of_the_start(make, change, ranks, tmp_path):
+def test_dropout_and_balance_losses_that_a_loop_sets_between_steps_are_those_of_the_start(
+    make, change, ranks, tmp_path
+):
     """Where rows share a prefix, which a plan computes once without them, and once for every row with them."""
     prompt = torch.arange(60)
     rows = [torch.cat([prompt, torch.full((length,), length)]) for length in (5, 7, 9, 11)]

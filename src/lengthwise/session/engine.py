@@ -23,7 +23,15 @@ from lengthwise.engine.offloading import Offloading, start_offloading
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.stage_messages import Pipeline
 from lengthwise.engine.step import RankResult, StepContext, run_part
-from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, has_dropout, text_config, whole_model
+from lengthwise.models import (
+    Computing,
+    DropoutKey,
+    choose_mixers,
+    choose_model_kernel,
+    has_dropout,
+    text_config,
+    whole_model,
+)
 from lengthwise.models.adapter import attending_by_plan
 from lengthwise.models.computing import Layers, refuse_compiled_dropout
 from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
