@@ -53,7 +53,7 @@ def make_model(kind: str) -> nn.Module:
         if "adapters" in kind:
             from peft import LoraConfig, get_peft_model
 
-            targets = {"target_modules": ["q_proj", *([] if of_experts else ["down_proj"])]}
+            targets: dict[str, Any] = {"target_modules": ["q_proj", *([] if of_experts else ["down_proj"])]}
             experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if of_experts else None
             adapters = LoraConfig(r=2, **targets, target_parameters=experts, init_lora_weights=False)
             model = get_peft_model(model, adapters).double()

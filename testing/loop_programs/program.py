@@ -302,7 +302,9 @@ def refusable_at(program: Program, place: int) -> bool:
 
     place: of the operation in the program.
     """
-    if program.early_hook is not None or refuses_start(program):
+    if refuses_start(program):
+        return place == 0
+    if program.early_hook is not None:
         return True
     for each in reversed(program.operations[: place + 1]):
         if rule_of(each, program.layout) != "equal":
