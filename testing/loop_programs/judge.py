@@ -31,7 +31,7 @@ from lengthwise.models import keep_double
 from lengthwise.planner.service import process
 from lengthwise.run.launch import launch
 from testing.loop_programs.loops import Numbers, PlainLoop, PlannedLoop, run_operations
-from testing.loop_programs.program import Program, first_refused, is_sound, refusable_at
+from testing.loop_programs.program import Program, first_refused, is_sound, refusable_at, refuses_start
 
 BAR = 1e-9  # relative
 _SECONDS = 60.0  # a program may take
@@ -196,7 +196,7 @@ def judge(program: Program, plain: Ran, ranks: Sequence[Ran]) -> Verdict:
     if not refusable_at(program, place):
         return _failed(program, "refused", place, f"refused where the plain loop's result is promised: {refused}")
     alone = [each for each in program.operations[: place + 1] if each.name == "alone"]
-    if alone and f"rank {alone[0].arguments['rank'] % program.ranks}" not in refused:
+    if alone and not refuses_start(program) and f"rank {alone[0].arguments['rank'] % program.ranks}" not in refused:
         return _failed(program, "refused", place, f"the rank that is alone in {alone[0]} is not named: {refused}")
     return Verdict(kind="refused", why=refused, place=place)
 

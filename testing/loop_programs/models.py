@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM, MixtralForCausalLM
 
 VOCAB = 24
 _SIZES = {
@@ -22,6 +22,7 @@ _SIZES = {
     "max_position_embeddings": 256,
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
 }
+_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 _DECAY = 0.1
 SUM_SCALE = 1e4  # of squares of sums over sequences, so that no loop diverges and rounding stays rounding
 
@@ -30,19 +31,25 @@ def make_model(kind: str) -> nn.Module:
     """Return the tiny fp64 model of a kind of `program.MODELS`, always the same values."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config: Any = LlamaConfig(**_SIZES, tie_word_embeddings=kind == "tied")
+        of_experts = kind == "adapters of experts"
+        make, more = (MixtralForCausalLM, _EXPERTS) if of_experts else (LlamaForCausalLM, {})
+        config: Any = make.config_class(**_SIZES, **more, tie_word_embeddings=kind == "tied")
         config._attn_implementation = "eager"
-        model: Any = LlamaForCausalLM(config).double().train()
+        model: Any = make(config).double().train()
+        if kind == "sharing":
+            model.model.layers[1].mlp = model.model.layers[0].mlp
         if kind == "own loss":
             model.loss_function = _smoothed
         if kind == "own forward":
             model.forward = partial(_quartered, model)
         if kind == "unreached":
             model.model.layers[0].unreached = nn.Parameter(torch.randn(7, dtype=torch.float64))
-        if kind == "adapters":
+        if "adapters" in kind:
             from peft import LoraConfig, get_peft_model
 
-            adapters = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+            targets: dict[str, Any] = {"target_modules": ["q_proj", *([] if of_experts else ["down_proj"])]}
+            experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if of_experts else None
+            adapters = LoraConfig(r=2, **targets, target_parameters=experts, init_lora_weights=False)
             model = get_peft_model(model, adapters).double()
     return model
 

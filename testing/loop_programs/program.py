@@ -49,7 +49,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "hybrid of 2": Layout(options={"shard": "hybrid", "ranks_per_node": 2}, ranks=(4,)),
     "stages of 2 replicas": Layout(options={"stages": 2}, ranks=(4,), capacity=64),
 }
-MODELS = ("untied", "tied", "unreached", "adapters", "own loss", "own forward")
+MODELS = ("untied", "tied", "unreached", "adapters", "own loss", "own forward", "sharing", "adapters of experts")
 OPTIMIZERS = ("sgd", "adamw")
 LOSSES = ("next token", "squares", "compute_loss", "by sequence")
 PLACES = ("loss", "compute_loss", "values", "combine", "combine, of weights")  # of a parameter in a loss
@@ -187,7 +187,7 @@ OPERATIONS: Mapping[str, Kind] = {
     "clip": Kind(draw=_limit, places="gradients", weight=8),
     "scale_groups": Kind(draw=_of(_group, _factor, _how_to_scale), places="gradients", weight=4),
     "clip_values_of_groups": Kind(draw=_of(_group, _limit), places="gradients", weight=1, rule="may"),
-    "set_gradients_of_groups": Kind(draw=_of(_group, _value), places="gradients", weight=2),
+    "set_gradients_of_groups": Kind(draw=_of(_group, _value), places="open gradients", weight=2),
     "zero_grad": Kind(draw=_to_none, places="gradients closed", weight=4),
     "zero_grad_of_model": Kind(draw=_to_none, places="gradients closed", weight=2),
     "step": Kind(draw=lambda _: {}, places="open closed", weight=2),
@@ -236,7 +236,7 @@ def draw_program(seed: int, *, most_ranks: int = 3) -> Program:
     program = Program(
         ranks=ranks,
         layout=layout,
-        model="untied" if model == "adapters" and "stages" in layout else model,
+        model="untied" if "adapters" in model and "stages" in layout else model,
         optimizer=draw.choice(OPTIMIZERS),
         early_hook=early_hook,
         operations=tuple(operations),
@@ -280,8 +280,15 @@ def rule_of(operation: Operation, layout: str) -> Rules:
     return OPERATIONS[operation.name].rule_in(layout)
 
 
+def refuses_start(program: Program) -> bool:
+    """Whether no session may begin: its stages would have copies of what their layers share."""
+    return program.model == "sharing" and "stages" in program.layout
+
+
 def first_refused(program: Program) -> int:
     """Return the place of the first operation that must be refused; the number of operations where there is none."""
+    if refuses_start(program):
+        return 0
     rules = [rule_of(each, program.layout) for each in program.operations]
     return rules.index("must") if "must" in rules else len(rules)
 
@@ -289,7 +296,7 @@ def first_refused(program: Program) -> int:
 def is_sound(program: Program) -> bool:
     """Whether a program means what its rules judge: one that must be refused can be, and shows its harm."""
     names, place = [each.name for each in program.operations], first_refused(program)
-    if place == len(names):
+    if place == len(names) or refuses_start(program):
         return True
     before, after = names[max(0, place - 1) : place], iter(names[place + 1 :])
     shows = all(name in after for name in ("backward", "clip", "step", "backward", "step"))
@@ -301,6 +308,8 @@ def refusable_at(program: Program, place: int) -> bool:
 
     place: of the operation in the program.
     """
+    if refuses_start(program):
+        return place == 0
     if program.early_hook is not None:
         return True
     for each in reversed(program.operations[: place + 1]):

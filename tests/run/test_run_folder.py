@@ -21,10 +21,11 @@ from transformers import GenerationConfig
 from data.stores import save_words
 from lengthwise import train
 from lengthwise.config import load_config
+from lengthwise.core import files
 from lengthwise.core.errors import OutputError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.run import export, folder, launch, setup, writes
+from lengthwise.run import export, launch, setup, writes
 from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.writes import MOST_FAILURES
@@ -89,7 +90,7 @@ def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_p
 @pytest.mark.parametrize(("seconds", "status"), some([(1.0, 0), (6.0, 1)], 0))
 def test_the_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch, seconds, status):
     """They hold its lock until they end; if they do not, the claim is refused as ever."""
-    monkeypatch.setattr(folder, "_RANKS_END_SECONDS", 3.0)
+    monkeypatch.setattr(files, "_FORKS_END_SECONDS", 3.0)
     launcher = os.fork()
     if not launcher:
         with RunFolder(tmp_path / "out").claimed(overwrite=False):

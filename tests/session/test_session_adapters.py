@@ -109,12 +109,18 @@ def test_adapters_train_as_in_the_plain_loop(layout, names, tmp_path):
         assert {name: each for name, each in found.items() if not max(each) < 1e-11} == {}
 
 
-@pytest.mark.parametrize("shard", [more("zero1"), more("zero3")])
+@pytest.mark.parametrize("shard", ["zero1", more("zero3")])
 def test_adapters_of_experts_in_one_parameter_train_as_in_the_plain_loop(shard, tmp_path):
+    """Ranks run different numbers of forwards, in each of which peft swaps the parameter and puts it back."""
     config = LORA(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    steps = [rows_of([38, 37, 39, 38], 0), rows_of([38], 1)]
 
-    def work(_rank):
-        return both_loops(SGD, model=adapted(config, base=experts), steps=STEPS, shard=shard)
+    def work(rank):
+        model = adapted(config, base=experts)
+        if rank and shard == "zero1":
+            with torch.no_grad():
+                model(input_ids=torch.tensor([[1, 2]]))  # on one rank alone
+        return both_loops(SGD, model=model, steps=steps, capacity=40, shard=shard)
 
     assert max(map(max, in_ranks(in_double(work), 2, tmp_path))) < 1e-11
 

@@ -100,6 +100,17 @@ def clear_to_zero(loop):
 
 
 @program
+def set_before_a_backward(loop):
+    for rows in (FIRST, SECOND):
+        for number, parameter in enumerate(members(loop)):
+            parameter.grad = torch.full_like(parameter, 0.01 * number)
+        loop.backward(rows)
+        loop.clip(0.5)
+        loop.step()
+        loop.optimizer.zero_grad()
+
+
+@program
 def clear_some(loop):
     loop.backward(FIRST)
     members(loop)[1].grad = None

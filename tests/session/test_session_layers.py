@@ -5,7 +5,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import both_loops, in_double, in_ranks, loss_tokens, plain_losses, small_model, steps_of
+from loops import VOCAB, both_loops, in_double, in_ranks, loss_tokens, plain_losses, small_model, steps_of
+from testing.tiny import tiny_family_config
+from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lengthwise.core.errors import LengthwiseError, NumericError
@@ -85,6 +87,110 @@ def test_layers_compute_as_asked_in_steps_alone(options, ranks, tmp_path, monkey
         assert is_kept
         assert plain
         assert bool(num_calls) == ("fused_layers" in options)
+
+
+def compile_model(model):
+    model.compile(backend="eager")
+
+
+def compile_layers(model):
+    for layer in model.model.layers:
+        layer.compile(backend="eager")
+
+
+def checkpoint_layers(model):
+    model.activation_checkpointing_enable()
+
+
+@pytest.mark.parametrize("changes", [compile_model, compile_layers, checkpoint_layers])
+def test_what_a_loop_compiles_or_checkpoints_itself_stays_out_of_planned_steps(changes, tmp_path, capfd):
+    """Before the session, or between its steps; the model keeps it for the loop's own calls."""
+
+    def work(_rank):
+        found = []
+        for when in ("before", "between"):
+            model = small_model()
+            if when == "before" and "compile" in changes.__name__:
+                changes(model)
+            with Session(model, SGD(model.parameters()), capacity_tokens=56, shard="zero1") as session:
+                found.append(session.backward(ROWS).grad_norm)
+                session.optimizer.zero_grad()
+                changes(model)
+                found.append(session.backward(ROWS).grad_norm)
+        layer = model.model.layers[0]
+        return found, any(each._compiled_call_impl for each in (model, layer)) or layer.gradient_checkpointing
+
+    for norms, is_kept in in_ranks(in_double(work), 2, tmp_path):
+        assert norms == pytest.approx([norms[0]] * 4, rel=1e-13)
+        assert is_kept
+    assert ("compile=True" in capfd.readouterr().out) == ("compile" in changes.__name__)
+
+
+def with_dropout(value):
+    model = small_model()
+    model.model.layers[1].mlp = torch.nn.Sequential(model.model.layers[1].mlp, torch.nn.Dropout(value))
+    return model
+
+
+def with_balance(value):
+    config = tiny_family_config("qwen3_moe", {"vocab_size": VOCAB, "output_router_logits": bool(value)})
+    how = {"experts_implementation": "eager", "dtype": torch.float64}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, **how).train()
+
+
+def set_dropout(model):
+    model.model.layers[1].mlp[1].p = 0.5
+
+
+def set_balance(model):
+    model.config.output_router_logits = True
+
+
+@pytest.mark.parametrize(
+    ("make", "change", "ranks"),
+    [(with_dropout, set_dropout, 1), (with_balance, set_balance, 1), more(with_balance, set_balance, 2)],
+)
+def test_dropout_and_balance_losses_that_a_loop_sets_between_steps_are_those_of_the_start(
+    make, change, ranks, tmp_path
+):
+    """Where rows share a prefix, which a plan computes once without them, and once for every row with them."""
+    prompt = torch.arange(60)
+    rows = [torch.cat([prompt, torch.full((length,), length)]) for length in (5, 7, 9, 11)]
+    rows = [{"input_ids": row, "labels": torch.where(torch.arange(len(row)) < 60, -100, row)} for row in rows]
+
+    def losses(value):
+        model = make(value)
+        with Session(model, SGD(model.parameters()), capacity_tokens=400, shard="zero1") as session:
+            shares = bool(session.backward(rows).plan.parents)
+            session.optimizer.zero_grad()
+            change(model)
+            result = session.backward(rows)
+        return shares, (result.loss, result.router_loss, result.grad_norm)
+
+    def work(_rank):
+        return losses(0.0), losses(0.5)
+
+    for (early, found), (late, expected) in in_ranks(in_double(work), ranks, tmp_path):
+        assert (early, late) == (True, False)
+        assert found == expected
+
+
+def test_dropout_that_a_loop_sets_where_layers_are_compiled_is_refused(monkeypatch):
+    monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
+    model = with_dropout(0.0)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128, compile=True) as session:
+        set_dropout(model)
+        with pytest.raises(LengthwiseError, match="compile: expected false with dropout"):
+            session.backward(ROWS)
+
+
+@pytest.mark.parametrize("key", ["max_norm", "scale_grad_by_freq", "sparse"])
+def test_embeddings_that_depend_on_the_microbatch_are_refused(key):
+    model = small_model()
+    setattr(model.model.embed_tokens, key, 1.0)
+    with pytest.raises(LengthwiseError, match=f"expected embeddings without {key}"):
+        Session(model, SGD(model.parameters()), capacity_tokens=128)
 
 
 class HalfRMSNorm(LlamaRMSNorm):

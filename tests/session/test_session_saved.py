@@ -2,9 +2,11 @@
 
 import gc
 import json
+import os
 import re
 import resource
 import shutil
+import signal
 import threading
 import time
 import warnings
@@ -394,6 +396,33 @@ def test_a_writer_that_is_killed_leaves_the_folder_of_before(tmp_path, monkeypat
 
     assert in_ranks(load, 1, tmp_path) == [1]
     assert not list(tmp_path.glob("state.*")), "what was left is gone"
+
+
+def test_a_folder_that_another_job_saves_is_refused_in_words_until_that_job_ends(tmp_path):
+    """Also if it is killed; sessions of one job may share a folder."""
+    folder, saved, pipe = tmp_path / "jobs/state", tmp_path / "saved", os.pipe()
+    job = os.fork()
+    if not job:
+        try:
+            session = opened({}, model=small_model())
+            session.save(folder)
+            saved.touch()
+            os.read(pipe[0], 1)
+        finally:
+            os._exit(0)
+    while not saved.exists():
+        time.sleep(0.05)
+    with opened({}, model=small_model()) as session, opened({}, model=small_model()) as other:
+        for background in (False, True):
+            with pytest.raises(LengthwiseError, match=rf"expected a folder that no other run is writing; .*{job} on"):
+                session.save(folder, background=background)
+        os.kill(job, signal.SIGKILL)
+        os.waitpid(job, 0)
+        session.load(folder)
+        session.save(folder)
+        other.save(folder)
+        assert [each.name for each in folder.parent.iterdir()] in ([".state.lock", "state"], ["state", ".state.lock"])
+    assert [each.name for each in folder.parent.iterdir()] == ["state"]
 
 
 def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_named(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from loops import both_loops, in_ranks, loss_tokens, plain_losses, rows_of, small_model
+from loops import both_loops, in_double, in_ranks, loss_tokens, plain_losses, rows_of, small_model
 from peft import LoraConfig, get_peft_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
@@ -61,6 +61,55 @@ def test_stages_of_models_that_differ_are_refused(tmp_path):
             Session(model, SGD(model.parameters()), capacity_tokens=64, stages=2)
 
     in_ranks(work, 2, tmp_path)
+
+
+def share_a_module(model):
+    model.model.layers[3].mlp = model.model.layers[0].mlp
+
+
+def share_a_weight(model):
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
+
+
+def share_a_buffer(model):
+    for layer in model.model.layers:
+        layer.scale = model.model.rotary_emb  # has buffers alone
+
+
+@pytest.mark.parametrize("share", [share_a_module, share_a_weight, share_a_buffer])
+def test_layers_that_stages_would_have_as_copies_are_refused_by_name_and_others_train(share, tmp_path):
+    def work(_rank):
+        model = small_model(**LAYERS)
+        share(model)
+        with pytest.raises(ModelRefused, match=r"got model\.layers\.\d\.\S+ on stage 0, which model\.layers\.[23]\."):
+            Session(model, SGD(model.parameters()), capacity_tokens=64, stages=2)
+        model = small_model(**LAYERS)
+        model.model.layers[1].mlp = model.model.layers[0].mlp  # on the same stage
+        return both_loops(SGD, model=model, steps=[rows_of([9, 4], 0)], stages=2)
+
+    assert max(map(max, in_ranks(in_double(work), 2, tmp_path))) < 1e-12
+
+
+def test_dropout_that_a_loop_sets_on_the_layers_of_one_stage_is_drawn_as_from_the_start(tmp_path):
+    def found(early, late):
+        """Return the loss of a step with dropout in two layers, after one with it in the `early` ones."""
+        model = small_model(**LAYERS)
+        for layer in model.model.layers:
+            layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.0))
+        losses = []
+        with Session(model, SGD(model.parameters()), capacity_tokens=64, stages=2) as session:
+            for numbers in (early, late):
+                for number, layer in enumerate(model.model.layers):
+                    if hasattr(layer, "mlp"):
+                        layer.mlp[1].p = 0.5 if number in numbers else 0.0
+                losses.append(session.backward(rows_of([9, 4], 0)).loss)
+        return losses[-1]
+
+    def work(_rank):
+        return [found(early, (0, 3)) for early in ((0, 3), (), (3,))]
+
+    for expected, *others in in_ranks(in_double(work), 2, tmp_path):
+        assert others == [expected] * 2
 
 
 def test_a_stage_gives_no_part_of_a_model_as_if_it_were_whole(tmp_path):

@@ -68,7 +68,7 @@ def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
     return sent[0]
 
 
-def on_first_rank(transport: Transport, work: Callable[[], None]) -> None:
+def on_first_rank(transport: Transport, work: Callable[[], object]) -> None:
     """Run `work`, which writes, on rank 0 and wait for it. Collective.
 
     Raises:

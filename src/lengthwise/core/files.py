@@ -12,15 +12,17 @@ import os
 import shutil
 import socket
 import stat
+import time
 import zlib
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, TextIO
 
-from lengthwise.core.errors import ConfigError
+from lengthwise.core.errors import ConfigError, OutputError
 
 MOST_BYTES = 256 << 20  # limit of a file that is read whole; a plan of a million sequences has 30 MB
+_FORKS_END_SECONDS = 10.0  # in which the forks of a killed process end, such as the ranks of a launcher
 _GZIP = b"\x1f\x8b"
 _OPENED = ("/dev/fd", "/proc/self/fd")  # pipes that a shell opened: `--lengths <(command)`
 
@@ -47,6 +49,39 @@ def try_lock(path: Path) -> TextIO | str:
     file.write(f"{owner_name(os.getpid())}\n")
     file.flush()
     return file
+
+
+def claim(path: Path, *, what: str) -> TextIO:
+    """Lock `path` until the returned file is closed; if its owner is dead, wait for forks of it, which still hold it.
+
+    what: the folder that the lock is for, in messages.
+
+    Raises:
+        OSError: the file cannot be created.
+        OutputError: another process holds the lock.
+    """
+    deadline = time.monotonic() + _FORKS_END_SECONDS
+    while isinstance(held := try_lock(path), str):
+        if not _is_dead(held) or time.monotonic() >= deadline:
+            expected, got = "a folder that no other run is writing", f"one that {held} is writing"
+            remedy = "Choose another output, or wait for the end of that run."
+            raise OutputError(what, expected=expected, got=got, remedy=remedy)
+        time.sleep(0.05)
+    return held
+
+
+def _is_dead(owner: str) -> bool:
+    """Return whether a lock names a process of this machine that has ended."""
+    pid = (*owner.split(), "", "")[1]
+    if not pid.isdecimal() or owner != owner_name(int(pid)):
+        return False
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def owner_name(pid: int) -> str:

@@ -218,6 +218,10 @@ class Parameters:
         self._is_summed = False
         self.stage.clear()
 
+    def take_sum(self) -> None:
+        """Count what a loop wrote into `grad_shard` between steps as a sum, which the next backward keeps."""
+        self._is_summed = self._replicas.world_size > 1
+
     def keep_sum(self) -> None:
         """Let the next backward add to the last sum, by this rank's slices of it."""
         if self._is_summed:

@@ -21,7 +21,7 @@ from lengthwise.attention import BlockKernel, PlannedAttention
 from lengthwise.comm import Mesh, Pending, SoloTransport
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import LayerCut
-from lengthwise.models import Chunk, KeyedDropout, ModelStage, run_chunk
+from lengthwise.models import Chunk, KeyedDropout, ModelStage, has_dropout, run_chunk
 from lengthwise.offload import ActivationSaver
 from lengthwise.program import lower_plan
 from lengthwise.program.step_program import Message, Place, Turn
@@ -91,12 +91,10 @@ class Messages:
 def count_dropout_calls(
     model: nn.Module, mesh: Mesh, chunks: Mapping[int, Chunk], kernel: BlockKernel, device: torch.device
 ) -> None:
-    """Count the dropout calls before each chunk, once, by running one row through every chunk. Collective."""
-    if all(model.training in each.dropout_calls for each in chunks.values()):
-        return
+    """Count the dropout calls before each chunk, by running one row through chunks with dropout. Collective."""
     (program,) = lower_plan(_ONE_TOKEN, 0)
     calls = torch.zeros(len(chunks) * mesh.stages, dtype=torch.int64, device=device)
-    for chunk in chunks.values():
+    for chunk in chunks.values() if has_dropout(model) else ():
         planned = PlannedAttention(program, SoloTransport(), kernel, layers_passed=chunk.layers_passed)
         row = torch.zeros(1, dtype=torch.int64, device=device)
         counting = KeyedDropout(torch.zeros(planned.num_rows, dtype=torch.int64, device=device))
@@ -107,7 +105,7 @@ def count_dropout_calls(
     mesh.world.all_reduce(calls)
     before = ((calls.cumsum(0) - calls) // mesh.num_replicas).tolist()
     for chunk in chunks.values():
-        chunk.dropout_calls[model.training] = before[chunk.number]
+        chunk.dropout_calls[0] = before[chunk.number]
 
 
 def empty_hidden(model: nn.Module, chunk: Chunk, rows: int) -> Tensor:

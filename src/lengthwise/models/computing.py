@@ -6,7 +6,7 @@ These settings change speed and memory, and results only by rounding.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -33,6 +33,7 @@ from lengthwise.models.fused_layers import (
     liger_kernels,
 )
 from lengthwise.models.model_source import build_skeleton
+from lengthwise.models.modules import modules_of
 from lengthwise.models.text_part import text_config
 
 _MOST_VARIANTS = 32  # compiled variants of one function (windows, training, one row); torch's default is 8
@@ -63,7 +64,7 @@ def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on
     """
     check_attention(computing.attention, attention_needs(config, dtype), on_gpus=on_gpus)
     if computing.compile and asks_for_dropout(config):
-        raise _refuse_compiled_dropout()
+        raise refuse_compiled_dropout()
     choose_fused(computing.fused_layers, _fused_needs(config, computing, dtype=dtype, on_gpu=on_gpus))
     if computing.experts != "auto":
         choose_experts(computing.experts, needs_of(build_skeleton(config), dtype, on_gpu=on_gpus, capability=None))
@@ -96,13 +97,22 @@ def attention_needs(config: Any, dtype: torch.dtype) -> AttentionNeeds:
     )
 
 
+# What a user's calls set on a module (`Module.compile`, `gradient_checkpointing_enable`), and the value without them.
+# torch cannot trace rings, and a plan recomputes by itself.
+_NOT_BY_PLAN = {"_compiled_call_impl": None, "gradient_checkpointing": False}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """The chosen layers of a model, except attention. experts: transformers' implementation, or None to keep it."""
+    """The chosen layers of a model, except attention. experts: transformers' implementation, or None to keep it.
+
+    modules: modules of the model, whose own `compile` and gradient checkpointing planned passes do not use.
+    """
 
     model: Any
     forwards: Forwards
     experts: str | None
+    modules: Sequence[nn.Module] = ()
 
     def kept(self) -> Layers:
         """Return the layers that the model still has, after it was reduced to a stage."""
@@ -120,10 +130,20 @@ class Layers:
     def put_inside(self) -> Iterator[None]:
         """Put the forwards into the model inside the block."""
         before = self.model.config._experts_implementation
+        aside = [
+            (vars(module), key, value, vars(module)[key])
+            for module in self.modules
+            for key, value in _NOT_BY_PLAN.items()
+            if vars(module).get(key, value) is not value
+        ]
+        for own, key, value, _ in aside:
+            own[key] = value
         self.put()
         try:
             yield
         finally:
+            for own, key, _, value in aside:
+                own[key] = value
             for module, forward in self.forwards.items():
                 if vars(module).get("forward") is forward:
                     del module.forward  # the class's forward is left
@@ -150,8 +170,11 @@ def choose_layers(
     *,
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
+    wrap: nn.Module | None = None,
 ) -> Layers:
     """Choose how a model's layers compute on `device` in `dtype`. say: called with each choice and its reason.
+
+    wrap: a module around the model, such as peft's.
 
     Raises:
         ConfigError: layers or experts cannot compute on this device as asked.
@@ -174,13 +197,18 @@ def choose_layers(
         report(f"fused layers: off; because {reason}")
     if computing.compile:
         if has_dropout(model):
-            raise _refuse_compiled_dropout()
+            raise refuse_compiled_dropout()
         forwards, done = compiled_forwards(model)
         report(f"compile: {done}")
-    return Layers(model=model, forwards=forwards, experts=experts)
+    every = dict.fromkeys((*modules_of(model), *(() if wrap is None else modules_of(wrap))))
+    if any(vars(each).get("_compiled_call_impl") is not None for each in every):
+        report("planned steps do not use what model.compile() has compiled: give compile=True to compile around plans")
+    modules = [each for each in every if each._modules]  # others have no attention inside
+    return Layers(model=model, forwards=forwards, experts=experts, modules=modules)
 
 
-def _refuse_compiled_dropout() -> ConfigError:
+def refuse_compiled_dropout() -> ConfigError:
+    """Return the error of a model with dropout whose layers are compiled."""
     remedy = "Set compile: false, or the dropout of the model and its adapters to 0."
     return ConfigError("compile", expected="false with dropout, whose calls are counted", got="true", remedy=remedy)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -219,8 +219,8 @@ class Chunk:
 
     is_first: whether the input are ids; otherwise hidden states (1, rows, width). is_last: whether the result is the
     loss; otherwise hidden states. num_layers: number of layers, or None for all. layers_passed: number of layers that
-    mix tokens and that the chunk does not run. dropout_calls: dropout calls of a forward before the chunk, by whether
-    the model trains, once counted. running: makes the model this chunk inside a block, on hidden states, or on ids if
+    mix tokens and that the chunk does not run. dropout_calls: one number, the dropout calls of a forward before
+    the chunk, counted at each step. running: makes the model this chunk inside a block, on hidden states, or on ids if
     None.
     """
 
@@ -230,7 +230,7 @@ class Chunk:
     num_layers: int | None = None
     layers_passed: int = 0
     width: int = 0
-    dropout_calls: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
+    dropout_calls: list[int] = field(default_factory=lambda: [0])
     running: Callable[[Tensor | None], AbstractContextManager[Any]] = nullcontext
 
 
@@ -260,6 +260,8 @@ class ModelStage:
             modules.setdefault(stage_of_layer[number], []).append(layer)
         place = {id(each): s for s in reversed(range(stages)) for m in modules[s] for each in m.parameters()}
         weight = parts.embedding.weight
+        self._is_tied = getattr(parts.head, "weight", None) is weight
+        self._refuse_shared(modules, own={id(weight)} if self._is_tied else set())
         names = [name for name, each in model.named_parameters() if each is weight]
         if not names:
             got = f"a {type(parts.embedding).__name__} with single trainable rows (peft's trainable_token_indices)"
@@ -274,7 +276,6 @@ class ModelStage:
             raise _idle_stage(self.trained.index({}), chunks, stages)
         if has_balance_loss(model.config):  # while all layers are in their places
             maybe_install_capturing_hooks(model.get_decoder())
-        self._is_tied = getattr(parts.head, "weight", None) is getattr(parts.embedding, "weight", ())
         self.entries = [self._entries_of(modules[s]) for s in range(stages)]
         self._passed = [PassedThrough(layer) for layer in parts.layers]
         self._removed: dict[int, nn.Module] = {}
@@ -288,6 +289,19 @@ class ModelStage:
         if stage < stages - 1:
             instead = ((self._norm, _NoNorm()), (self._head, _NoHead()))
             self._removed_ends = [(place, place.put(module).to("meta")) for place, module in instead]
+
+    def _refuse_shared(self, modules: Mapping[int, Sequence[nn.Module]], *, own: Collection[int]) -> None:
+        """Refuse parameters and buffers that two stages would have as copies; `own` may be on the first and last."""
+        names = {id(each): name for name, each in self.model.named_modules()}
+        found = dict[int, tuple[int, str]]()
+        for stage, of_stage in sorted(modules.items()):
+            for module in of_stage:
+                for name, each in (*module.named_parameters(), *module.named_buffers()):
+                    here = stage, f"{names[id(module)]}.{name}"
+                    there = found.setdefault(id(each), here)
+                    if stage != there[0] and not (id(each) in own and (there[0], stage) == (0, self.stages - 1)):
+                        got = f"{there[1]} on stage {there[0]}, which {here[1]} on stage {stage} is, too"
+                        raise _refused(self.model, "layers that share no weights with layers of other stages", got)
 
     def _entries_of(self, modules: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
         names = {id(module): name for name, module in self.model.named_modules()}
@@ -344,7 +358,6 @@ class ModelStage:
             num_layers=len(self.chunks[number]),
             layers_passed=count_mixers(config) - count_mixers(config, self.chunks[number]),
             width=_width(self.model),
-            dropout_calls={},
             running=partial(self._running, number),
         )
 

@@ -49,6 +49,12 @@ def has_balance_loss(config: Any) -> bool:
     return bool(getattr(text_config(config), "output_router_logits", False))
 
 
+def balance_of(model: Any) -> float | None:
+    """Return the coefficient of the balance loss that a model's config asks for now, or None if it asks for none."""
+    part = text_config(model.config)
+    return getattr(part, coefficient_key(part.model_type), None) if has_balance_loss(model.config) else None
+
+
 def count_choices(model: Any, router_logits: Sequence[Tensor]) -> Tensor:
     """Count how often rows (tokens, experts) choose each expert, and the rows: (experts + 1,), int64."""
     device = next(model.parameters()).device

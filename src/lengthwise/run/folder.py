@@ -12,7 +12,6 @@ import json
 import os
 import re
 import shutil
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,12 +26,11 @@ from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.core.errors import Collector, OutputError, WriteError
 from lengthwise.core.files import (
+    claim,
     compress_plan,
-    owner_name,
     put_back,
     replace_file,
     sync,
-    try_lock,
     whole_folder,
 )
 from lengthwise.core.measurements import Measurements
@@ -54,7 +52,6 @@ _LOCK = "run.lock"
 _PLAN = re.compile(r"step-([0-9]{6,18})\.json\.gz")
 _MOST_LOG_BYTES = 400e6
 _BLOCK_BYTES = 4096  # the least that a file takes on disk
-_RANKS_END_SECONDS = 10.0  # in which the ranks of a killed launcher end
 
 
 class RunFolder(Callback):
@@ -291,15 +288,8 @@ class RunFolder(Callback):
                 ledger.replace(self.path / OLD_LEDGER)
 
     def _lock(self) -> TextIO:
-        """Take the lock; if its owner is dead, wait for the owner's ranks, which hold it until they end."""
         self.path.mkdir(parents=True, exist_ok=True)
-        deadline = time.monotonic() + _RANKS_END_SECONDS
-        while isinstance(held := try_lock(self.path / _LOCK), str):
-            if not _is_dead(held) or time.monotonic() >= deadline:
-                expected, got = "a folder that no other run is writing", f"one that {held} is writing"
-                raise self._refusal(expected, got, "Choose another output, or wait for the end of that run.")
-            time.sleep(0.05)
-        return held
+        return claim(self.path / _LOCK, what=str(self.path))
 
     def _refusal(self, expected: str, got: str, remedy: str) -> OutputError:
         return OutputError(str(self.path), expected=expected, got=got, remedy=remedy)
@@ -320,20 +310,6 @@ class RunFolder(Callback):
         if not checkpoints:
             return "nothing was saved"
         return f"{'' if new else 'nothing new was saved; '}the newest checkpoint is {checkpoints[-1]}"
-
-
-def _is_dead(owner: str) -> bool:
-    """Return whether a lock names a process of this machine that has ended."""
-    pid = (*owner.split(), "", "")[1]
-    if not pid.isdecimal() or owner != owner_name(int(pid)):
-        return False
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return True
-    except OSError:
-        pass
-    return False
 
 
 @contextlib.contextmanager

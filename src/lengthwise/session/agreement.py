@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,10 @@ from lengthwise.comm import Transport, share_numbers
 from lengthwise.core.errors import ConfigError, RankError
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.step import RankResult
+from lengthwise.models.modules import modules_of
+from lengthwise.models.router import balance_of
 from lengthwise.session.loop_optimizer import LoopOptimizer
+from lengthwise.session.own_loop import hook_until_closed
 from lengthwise.session.runner import StepEnd
 
 _BITS = 48  # bits of a digest or of flags in one number, exact in fp64
@@ -29,26 +34,56 @@ _VALUES = "changes to the model's own parameters"
 _GRADIENTS = "parameters that have a gradient"
 _CLEARS = "calls of zero_grad"
 _MODE = "mode of the model, as train() and eval() set it"
-_OWN = 5  # numbers of a rank before its digests
+_BALANCE = "balance loss of the routers"
+_DROPOUT = "dropout"
+_OF_STAGE = (_VALUES, _SLICES, _GRADIENTS, _DROPOUT)  # a stage has some of the parameters and layers
+_OWN = 6  # numbers of a rank before its digests
 
 
 class Agreement:
     """Compares the ranks of a session. updates: the optimizer, or None if nothing trains."""
 
-    def __init__(self, model: nn.Module, transport: Transport, updates: LoopOptimizer | None) -> None:
+    def __init__(
+        self, model: nn.Module, transport: Transport, updates: LoopOptimizer | None, closing: ExitStack
+    ) -> None:
         self._transport, self._updates, self._model = transport, updates, model
         self._stage = None if updates is None else updates.parameters.stage
         self._parameters = dict(model.named_parameters())
+        self._dropout = [each for each in modules_of(model) if isinstance(each, nn.Dropout)]
         self._versions = self._counted()
+        self._leave_out_forwards(closing)
+
+    def _leave_out_forwards(self, closing: ExitStack) -> None:
+        """Do not count what peft does to a parameter in a forward of its wrapper, as to the experts of a mixture.
+
+        It swaps the parameter and puts it back, which autograd counts; ranks run different numbers of forwards.
+        """
+        names = {id(each): name for name, each in self._parameters.items()}
+        for wrapper in (each for each in modules_of(self._model) if type(each).__name__ == "ParamWrapper"):
+            parameter: Any = wrapper.get_param()  # type: ignore[operator]
+            name, before = names[id(parameter)], list[int]()
+
+            def begin(parameter: Tensor = parameter, before: list[int] = before) -> None:
+                before.append(parameter._version)
+
+            def end(parameter: Tensor = parameter, before: list[int] = before, name: str = name) -> None:
+                self._versions[name] += parameter._version - before.pop()
+
+            hook_until_closed(wrapper.register_forward_pre_hook, begin, self._model, closing)
+            register = partial(wrapper.register_forward_hook, always_call=True)
+            hook_until_closed(register, end, self._model, closing)
 
     def _counted(self) -> dict[str, int]:
         """Return how often each parameter was changed in place, by autograd's count."""
         return {name: parameter._version for name, parameter in self._parameters.items()}
 
-    def reach(self, name: str, **given: Any) -> None:
+    def reach(self, name: str, *, allows: bool = True, **given: Any) -> bool:
         """Compare the ranks and their arguments before they run `name`; then publish the loop's changes. Collective.
 
         given: numbers and texts that `name` was called with.
+
+        Returns:
+            Whether `allows` is true on all ranks.
 
         Raises:
             RankError: a rank did other things than the first.
@@ -62,6 +97,7 @@ class Agreement:
                 wrong = error
         changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
         did: dict[str, Any] = {_VALUES: changed, _MODE: self._model.training}
+        did |= {_BALANCE: balance_of(self._model), _DROPOUT: [[each.p, each.training] for each in self._dropout]}
         did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
         if updates is not None:
             did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _CLEARS: updates.clears}
@@ -75,7 +111,7 @@ class Agreement:
             tied_name = updates.withheld.name_of(tied)
         without = updates is not None and tied_name not in {"", *updates.with_gradient}
         is_both = updates is not None and updates.has_edited_weights and (bool(changed) or updates.has_edited_both())
-        own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both)]
+        own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both), float(allows)]
         assert len(own) == _OWN, own
         rows = share_numbers(self._transport, [*own, *map(_digest, did.values())])
         if wrong is not None:
@@ -91,6 +127,7 @@ class Agreement:
         elif self._stage is not None:
             self._share_tied(self._stage, rows[:, 1], rows[:, 2])
         self._versions = self._counted()
+        return bool(rows[:, 5].all())
 
     def _refuse_others(self, rows: Tensor, did: Mapping[str, Any]) -> None:
         """Raise on all ranks if a digest differs from the digest of the first rank with the same parameters."""
@@ -100,7 +137,7 @@ class Agreement:
             raise RankError(where, expected="no error on any rank", got=got, remedy="Read that rank's own message.")
         stages = 1 if self._stage is None else self._stage.mesh.stages
         for column, (what, own) in enumerate(did.items(), start=_OWN):
-            apart = stages if what in (_VALUES, _SLICES, _GRADIENTS) else 1  # a stage has some of the parameters
+            apart = stages if what in _OF_STAGE else 1
             others = [rank for rank in range(len(rows)) if rows[rank, column] != rows[rank % apart, column]]
             if others:
                 ranks = f"rank{'s' * (len(others) > 1)} {', '.join(map(str, others[:10]))}"

@@ -23,9 +23,17 @@ from lengthwise.engine.offloading import Offloading, start_offloading
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.stage_messages import Pipeline
 from lengthwise.engine.step import RankResult, StepContext, run_part
-from lengthwise.models import Computing, DropoutKey, choose_mixers, choose_model_kernel, text_config, whole_model
+from lengthwise.models import (
+    Computing,
+    DropoutKey,
+    choose_mixers,
+    choose_model_kernel,
+    has_dropout,
+    text_config,
+    whole_model,
+)
 from lengthwise.models.adapter import attending_by_plan
-from lengthwise.models.computing import Layers
+from lengthwise.models.computing import Layers, refuse_compiled_dropout
 from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
 
 
@@ -104,6 +112,8 @@ class Engine:
         """Run this rank's microbatches forward and, if `train`, backward. Collective."""
         kind, dtype = self.device.type, self.cast_dtype()
         kernel = self.kernel(dtype or self.dtype)
+        if train and self.computing.compile and has_dropout(self.model):  # the loop may have set it since
+            raise refuse_compiled_dropout()
         self.start_offloading()
         if self._offloading is not None:
             self._offloading.begin_step()

@@ -44,7 +44,7 @@ class LoopOptimizer(SlicedOptimizer):
     loop's changes of gradients and publishes its changes of weights (`session.agreement`).
     """
 
-    compare: Callable[[str], None]
+    compare: Callable[[str], object]
 
     def __init__(
         self, whole: WholeOptimizer, parameters: Parameters, rank: int, model: nn.Module, *, offloads: bool
@@ -107,6 +107,7 @@ class LoopOptimizer(SlicedOptimizer):
         self.edits[kind] += 1
         if kind == GRADIENTS:
             self._is_ahead = self.offloads
+            self.parameters.take_sum()
         else:
             self.has_edited_weights = True
 

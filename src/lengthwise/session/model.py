@@ -21,8 +21,14 @@ from lengthwise.models import (
     wrapped_layers,
 )
 from lengthwise.models.model_stage import PassedThrough
+from lengthwise.models.modules import modules_of
 from lengthwise.models.rope import has_length_rope
 
+_OF_EMBEDDINGS = {
+    "max_norm": "which changes weights in forward, on the rank of a token alone",
+    "scale_grad_by_freq": "which divides by counts of a microbatch",
+    "sparse": "whose gradients are no plain tensors",
+}
 PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -94,6 +100,10 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         refuse("parameters with values", "parameters that another session has sharded", remedy)
     if any(isinstance(module, PassedThrough) for module in model.modules()):
         refuse("a whole model", "one stage that a session has kept", "Use that session, or load the model again.")
+    for key, why in _OF_EMBEDDINGS.items():
+        if any(getattr(module, key, None) for module in modules_of(model) if isinstance(module, nn.Embedding)):
+            remedy = f"Make the embedding without {key}."
+            refuse(f"embeddings without {key}, {why}", f"one with {key}", remedy)
     if getattr(model, "is_quantized", False):
         refuse("a model that is not quantized", "a quantized model", "Load it in bfloat16.")
     raise_problems(problems)

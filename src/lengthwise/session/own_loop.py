@@ -91,17 +91,19 @@ def _guard_models(updates: LoopOptimizer, models: Sequence[nn.Module], closing: 
     closing.callback(lambda: updates.optimizer.register_step_pre_hook(_refuse_closed))
     closing.callback(updates.release)
     for register in (models[-1].register_forward_pre_hook, models[-1].register_state_dict_pre_hook):
-        _hook(register, updates.refuse_unpublished, models[0], closing)
+        hook_until_closed(register, updates.refuse_unpublished, models[0], closing)
     for each in models:
         _put_in_place(each, "zero_grad", updates.zero_grad, models[0], closing)
     if parameters.keeps_values:  # else the model has none here, and refuses all of this by itself
-        _hook(models[-1].register_load_state_dict_post_hook, parameters.take_values, models[0], closing)
+        hook_until_closed(models[-1].register_load_state_dict_post_hook, parameters.take_values, models[0], closing)
         closing.callback(parameters.release)
         for module in models[0].modules():
             _put_in_place(module, "_apply", partial(_convert_nothing, module), models[0], closing)
 
 
-def _hook(register: Callable[[Any], Any], call: Callable[[], object], whole: nn.Module, closing: ExitStack) -> None:
+def hook_until_closed(
+    register: Callable[[Any], Any], call: Callable[[], object], whole: nn.Module, closing: ExitStack
+) -> None:
     """Register a hook of a model until the session closes; copies of the model do not have it."""
     closing.callback(register(_OfSession(whole, lambda *_: call(), lambda _: _do_nothing)).remove)
 

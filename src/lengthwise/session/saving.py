@@ -22,7 +22,7 @@ from lengthwise.session.model import names_in_wrap, names_inside
 from lengthwise.session.runner import StepRunner
 from lengthwise.session.stages import whole_states
 from lengthwise.session.state_dict import take_state
-from lengthwise.session.state_folder import load, save
+from lengthwise.session.state_folder import Claims, load, save
 
 
 class SavedSession:
@@ -36,6 +36,7 @@ class SavedSession:
     _loop_optimizer: LoopOptimizer | None  # of the user's loop; None in a run, and where nothing trains
     _agreement: Agreement | None
     _is_closed: bool
+    _claims: Claims
 
     @property
     def steps(self) -> int:
@@ -52,12 +53,12 @@ class SavedSession:
         saves again or closes, and a failure is a warning.
 
         Raises:
-            OutputError: a rank cannot write.
+            OutputError: a rank cannot write, or another job's open session has saved there.
         """
         check_kinds(folder=folder, background=background)
         trained, path = self._trained("save"), Path(folder).absolute()
         self._agree(f"save after step {self.steps}", folder=str(path), background=background)
-        save(self.runner.writer, trained, path, self.steps, background=background)
+        save(self.runner.writer, trained, path, self.steps, claims=self._claims, background=background)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a folder that `save` wrote, or from a checkpoint of `lengthwise train`. Collective.
@@ -148,10 +149,9 @@ class SavedSession:
             raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
         return self._loop_optimizer
 
-    def _agree(self, name: str, **numbers: Any) -> None:
-        """Compare the ranks before they run `name`, where the loop is the user's. Collective."""
-        if self._agreement is not None:
-            self._agreement.reach(name, **numbers)
+    def _agree(self, name: str, **numbers: Any) -> bool:
+        """Compare the ranks before they run `name`, where the loop is the user's, see `Agreement.reach`. Collective."""
+        return self._agreement is None or self._agreement.reach(name, **numbers)
 
 
 def saves_adapters_alone(model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from lengthwise.session.keywords import SessionOptions
 from lengthwise.session.loss_checks import LossCheck, kind_of, objective_of
 from lengthwise.session.losses import IN_CHUNKS, OF_USER, ComputeLoss, LossKind, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
-from lengthwise.session.model import num_words
+from lengthwise.session.model import can_share_prefixes, num_words
 from lengthwise.session.own_loop import start_of_loop
 from lengthwise.session.planning import SessionPlanning
 from lengthwise.session.row_batch import Row, RowBatch
@@ -37,7 +37,7 @@ from lengthwise.session.saving import SavedSession
 from lengthwise.session.settings import planning_of
 from lengthwise.session.source import PlannedStep, StepsOfIterators
 from lengthwise.session.start import Own, Start, settled, start_engine
-from lengthwise.session.state_folder import warn_of_left
+from lengthwise.session.state_folder import Claims, warn_of_left
 from lengthwise.session.values import Combine, Per, combined, gather, refuse_dropout
 
 
@@ -98,7 +98,7 @@ class Session(SavedSession):
             if start.process is not None:
                 weakref.finalize(self, start.process.close)  # of a session that nobody closes
             self._loop_optimizer = self._begin(start)
-            self._agreement = Agreement(start.text, start.transport, self._loop_optimizer)
+            self._agreement = Agreement(start.text, start.transport, self._loop_optimizer, self._closing)
             if self._loop_optimizer is not None:
                 stages = self._settings.asked.stages
                 self.runner.end = SessionStepEnd(updates=self._loop_optimizer, transport=start.transport, stages=stages)
@@ -124,6 +124,8 @@ class Session(SavedSession):
         self.optimizer, self._loop_optimizer, self._agreement = optimizer, None, None
         self._known_losses, self._iterators = set[object](), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
+        self._claims = Claims()
+        self._closing.callback(self._claims.release)
 
     def _begin(self, start: Start[Own]) -> Own | None:
         """Lay the model out over the ranks; return its optimizer on slices. Collective."""
@@ -347,7 +349,9 @@ class Session(SavedSession):
         self._refuse_closed()
         plan = partial(self._planning.plan, self.engine, name=name, loss=loss)
         planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, **self._words))
-        self._agree(name, **{**numbers, "kind of loss": str(loss)})
+        allows = not planned.plan.parents or can_share_prefixes(self._inner)
+        if not self._agree(name, allows=allows, **{**numbers, "kind of loss": str(loss)}):
+            self._planning.shares = False  # the loop has set dropout or a balance loss since the session was made
         return planned if self._planning.suits(planned.plan, loss) else plan(planned.batch)
 
     def _made(self, result: StepResult, start: float) -> StepResult:

@@ -122,7 +122,9 @@ def start_engine(start: Start[Own]) -> tuple[Engine, Own | None]:
         autocast=settings.autocast,
         seed=settings.seed,
         offload=settings.offload,
-        layers=choose_layers(start.text, settings.computing, settings.device, dtype=settings.dtype, say=say),
+        layers=choose_layers(
+            start.text, settings.computing, settings.device, dtype=settings.dtype, say=say, wrap=start.model
+        ),
     )
     with reporting_shortage(
         lambda: f"rank {transport.rank}, start",

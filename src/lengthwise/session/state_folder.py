@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from lengthwise.checkpoint import (
     Ended,
@@ -26,7 +27,7 @@ from lengthwise.checkpoint import (
 from lengthwise.checkpoint.manifest import NAME
 from lengthwise.comm import Transport, agree, on_first_rank, raise_together
 from lengthwise.core.errors import LengthwiseError, OutputError
-from lengthwise.core.files import previous_of
+from lengthwise.core.files import claim, previous_of
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import MASTER_WEIGHTS
 from lengthwise.engine.whole_optimizer import MEMBERS, kept_of
@@ -76,15 +77,56 @@ def _wrong_kept(
             yield f"states of {name}, {key}", expected, shown(number)
 
 
-def save(writer: SliceWriter, updates: LoopOptimizer, folder: Path, step: int, *, background: bool) -> None:
+_CLAIMED: dict[Path, tuple[TextIO, int]] = {}  # locks of this process, and how many of its sessions have each
+
+
+class Claims:
+    """Folders that a session writes: other processes are refused there until it releases them, or its process ends."""
+
+    def __init__(self) -> None:
+        self._own = set[Path]()
+
+    def add(self, folder: Path) -> None:
+        """Claim a folder by a lock on a file beside it.
+
+        Raises:
+            OSError: the lock cannot be made.
+            OutputError: another process writes there.
+        """
+        if folder not in self._own:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            lock, users = _CLAIMED.get(folder) or (claim(_lock_of(folder), what=str(folder)), 0)
+            _CLAIMED[folder] = lock, users + 1
+            self._own.add(folder)
+
+    def release(self) -> None:
+        """Let other processes write there."""
+        for folder in self._own:
+            lock, users = _CLAIMED.pop(folder)
+            if users > 1:
+                _CLAIMED[folder] = lock, users - 1
+            else:
+                _lock_of(folder).unlink(missing_ok=True)
+                lock.close()
+        self._own.clear()
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.lock")
+
+
+def save(
+    writer: SliceWriter, updates: LoopOptimizer, folder: Path, step: int, *, claims: Claims, background: bool
+) -> None:
     """Write the state after `step` into a folder, the same on all ranks. Collective.
 
     Raises:
-        OutputError: a rank cannot write; with `background` this is a warning at a later step's end.
+        OutputError: a rank cannot write, which with `background` is a warning at a later step's end; or another process
+            writes there.
         ConfigError: an argument of the optimizer's groups cannot be written.
     """
     updates.take_changes()
-    on_first_rank(writer.transport, lambda: _refuse_other(folder))
+    on_first_rank(writer.transport, lambda: (_refuse_other(folder), claims.add(folder)))
     found = list[Ended]()
     writer.save(folder, step, updates, lambda state: Manifest(**state), ended=_warn if background else found.append)
     if not background:
