@@ -47,8 +47,10 @@ class DataChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Describe data: lengths, tokens with a loss, copies, bad or too long rows, and one row with its mask. Exit status 2
-    if a run would refuse the rows."""
+    """Describe data: lengths, tokens with a loss, copies, bad or too long rows, and one row with its mask.
+
+    The exit status is 2 if a run would refuse the rows.
+    """
 
     inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE...")]
     """A run file, to use its data and tokenizer; or files and folders of data, raw or prepared."""
