@@ -27,16 +27,18 @@ def rows(tmp_path):
     return write_rows(tmp_path / "rows.jsonl", ROWS)
 
 
-def said(capsys, *arguments):
-    assert call("data", *arguments) == 0
+def said(capsys, *arguments, status=0):
+    assert call("data", *arguments) == status
     return capsys.readouterr().out
 
 
 def test_data_says_what_data_is(rows, tmp_path, capsys):
-    text = said(capsys, rows, "--context", 80, "--capacity", 40, "--gpus", 2, "--out", tmp_path / "page.html")
+    text = said(capsys, rows, "--context", 80, "--capacity", 40, "--gpus", 2, "--out", tmp_path / "page.html", status=2)
     for each in (
         "3 sequences, 110 bytes, median 10, longest 90, 1 left out (bad), 1 left out (empty)",
+        "REFUSED a run stops before its first step: 2 problems",
         'rows.jsonl:4: expected "text" to be a string; got 3',
+        "rows.jsonl:5: expected ",
         "loss    99 tokens have a loss, 90.0 %",
         "copies  1 row, 9.1 % of the tokens, are copies of earlier ones; most often, 2 times, rows.jsonl:1",
         "too long 1 row has more tokens than --context 80: rows.jsonl:2 (90)",
@@ -50,6 +52,21 @@ def test_data_says_what_data_is(rows, tmp_path, capsys):
     assert "<b>" not in page
     assert "rows.jsonl:2" in page
     assert "default-src 'none'" in page
+
+
+def test_data_and_train_judge_rows_alike_and_name_rows_without_a_loss(tmp_path, capsys):
+    silent = {"input_ids": [7, 8], "labels": [-100, -100]}
+    path = write_run(tmp_path, [*make_rows([4, 5]), silent, {"text": 3}], steps=1, global_batch={"sequences": 2})
+    assert "REFUSED" in said(capsys, path, status=2)
+    assert call("train", path) == 2
+    assert "train.jsonl:4" in capsys.readouterr().err
+    data = [{"path": "train.jsonl", "bad_rows": "skip"}]
+    path = write_run(tmp_path, steps=1, global_batch={"sequences": 3}, data=data)
+    text = said(capsys, path)
+    assert "bad     error[data] train.jsonl:4: " in text.replace(f"{tmp_path}/", "")
+    assert "1 row without any: train.jsonl:3" in text
+    assert call("train", path) == 0
+    assert "note    1 row without any token with a loss: train.jsonl:3" in capsys.readouterr().out
 
 
 def test_data_of_prepared_data_is_that_of_its_source(tmp_path, capsys):
@@ -85,7 +102,7 @@ def test_data_of_texts_beside_ids_shows_ids_that_are_no_bytes(tmp_path, capsys):
 
 
 def test_data_says_what_a_step_takes_elsewhere(rows, capsys):
-    text = said(capsys, rows, "--gpus", 2, "--model", "llama-7b", "--batch-tokens", "1K")
+    text = said(capsys, rows, "--gpus", 2, "--model", "llama-7b", "--batch-tokens", "1K", status=2)
     assert re.search(r"simulated: 2 x h100, 1.*K bytes a step, longest sequence 90: ", text)
     assert " with Lengthwise; the best otherwise takes " in text
 

@@ -1,4 +1,4 @@
-"""Learning rates: those of transformers' schedulers, asked for by their names, at every step."""
+"""Learning rates: those of transformers' schedulers, asked for by their names, but above 0 in a warm-up."""
 
 import pytest
 import torch
@@ -51,14 +51,17 @@ def test_every_schedule_is_compared():
 
 @pytest.mark.parametrize(("name", "args"), CASES, ids=str)
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 30), (6, 30), (12, 12)])
-def test_learning_rates_are_transformers_at_every_step(name, args, warmup, steps):
+def test_learning_rates_are_transformers_and_a_warm_up_begins_above_0(name, args, warmup, steps):
     config = OptimizerConfig.model_validate(
         {"lr": 4e-3, "schedule": name, "schedule_args": args or None, "warmup_steps": warmup}
     )
     rate = learning_rates(config, steps)
     found = [rate(step) for step in range(1, steps + 1)]
-    assert found == theirs(name, args, warmup, steps, 4e-3)
+    after = theirs(name, args, warmup, steps, 4e-3)[warmup:]
+    assert found == theirs(name, args, warmup + 1, warmup + 1, 4e-3)[1:] + after
     assert len(set(found)) > 1 or name == "constant" or not warmup
+    assert found[0] > 0
+    assert 0 < learning_rates(config, 1)(1) < 4e-3 or not warmup, "a run of one step trains"
 
 
 @pytest.mark.parametrize(

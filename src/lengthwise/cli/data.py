@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from html import escape
@@ -17,7 +17,7 @@ from lengthwise.cli.options import PlanChoices, named_alike
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
 from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, compare_ways
 from lengthwise.cli.sources import KnownLengths, asked_sources, is_run_file
-from lengthwise.core.errors import Collector, ConfigError, DataError, printable
+from lengthwise.core.errors import Collector, ConfigError, DataError, LengthwiseError, printable
 from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.figures import count, percent
@@ -47,7 +47,10 @@ class DataChoices:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Describe data: lengths, tokens with a loss, copies, bad or too long rows, and one row with its mask."""
+    """Describe data: lengths, tokens with a loss, copies, bad or too long rows, and one row with its mask.
+
+    The exit status is 2 if a run would refuse the rows.
+    """
 
     inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE...")]
     """A run file, to use its data and tokenizer; or files and folders of data, raw or prepared."""
@@ -93,13 +96,15 @@ class Data:
             used.append(found.tokenizer)
             return load_tokenizer(found.tokenizer)
 
-        known: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": None, "on_bad_row": bad.append}
+        known: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": None}
+        if sources[0].streaming:
+            read = partial(first_rows, sequences=_OF_A_STREAM, **known)
+        else:
+            read = partial(load_dataset, key=found.key, check_tokenizer=False, **known)
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always", UserWarning)
-            if sources[0].streaming:
-                dataset = first_rows(sources, sequences=_OF_A_STREAM, **known)
-            else:
-                dataset = load_dataset(sources, key=found.key, check_tokenizer=False, **known)
+            dataset = read(sources, on_bad_row=bad.append)
+            refused = _refused(partial(read, found.sources)) if dataset.skipped else []
         used += [
             name for source in sources if source.path is not None and (name := prepared_with(source.path)) is not None
         ]
@@ -109,9 +114,9 @@ class Data:
         heading = _heading(facts, " and ".join(units) or "tokens")
         lines = [
             *([f"stream  its first {len(dataset.ids):,} sequences"] if sources[0].streaming else []),
-            *_bad_lines(bad),
+            *(_refused_lines(refused, self.names()) if refused else _bad_lines(bad)),
             *(f"note    {each.message}" for each in noted if each.category is UserWarning),
-            *_loss_lines(facts),
+            *_loss_lines(dataset, facts),
             *_copy_lines(dataset, facts),
             *(line for what, limit in asked.limits.items() for line in _fit_lines(dataset, what, limit)),
         ]
@@ -128,7 +133,7 @@ class Data:
             page = data_page(heading, [*lines, simulated] if simulated else lines, facts.lengths, longest, sample)
             write_atomically(self.out, page)
             console.print(f"written to {self.out}")
-        return 0
+        return DataError.exit_status if refused else 0
 
     def names(self) -> dict[str, str]:
         """Map names of the library to what the user typed for them."""
@@ -220,12 +225,26 @@ def _bad_lines(bad: list[DataError]) -> Iterator[str]:
     for each in bad[:_SHOWN_BAD]:
         yield f"bad     {each}"
     if len(bad) > _SHOWN_BAD:
-        yield f"bad     and {len(bad) - _SHOWN_BAD} more; with bad_rows: skip a run leaves them out; otherwise it stops"
+        yield f"bad     and {len(bad) - _SHOWN_BAD} more"
 
 
-def _loss_lines(facts: Survey) -> Iterator[str]:
-    share = percent(facts.num_loss_tokens / facts.num_tokens)
-    without = f"; {counted(facts.rows_without_loss, 'row')} without any" if facts.rows_without_loss else ""
+def _refused(read: Callable[[], Dataset]) -> list[LengthwiseError]:
+    """Return the problems for which a run refuses the data: rows are read again, as `train` reads them."""
+    problems = Collector()
+    problems.attempt(read)
+    return problems.problems
+
+
+def _refused_lines(refused: list[LengthwiseError], names: Mapping[str, str]) -> Iterator[str]:
+    yield f"REFUSED a run stops before its first step: {counted(len(refused), 'problem')}"
+    yield from (f"  {each.render(names)}" for each in refused)
+
+
+def _loss_lines(dataset: Dataset, facts: Survey) -> Iterator[str]:
+    from lengthwise.data.survey import named
+
+    share, rows = percent(facts.num_loss_tokens / facts.num_tokens), facts.rows_without_loss
+    without = f"; {counted(len(rows), 'row')} without any: {named(dataset, rows)}" if len(rows) else ""
     yield f"loss    {count(facts.num_loss_tokens)} tokens have a loss, {share}{without}"
 
 

@@ -211,6 +211,8 @@ class PrintedProgress:
 
 def describe_job(job: Job) -> str:
     """Describe a run in a few lines."""
+    from lengthwise.data.survey import named, rows_without_loss
+
     data, config = job.known, job.config
     skipped = "".join(f", {number} left out ({reason})" for reason, number in data.skipped.items())
     start = "its weights" if job.model.weights else f"fresh weights from seed {config.seed}"
@@ -219,6 +221,8 @@ def describe_job(job: Job) -> str:
     if most and longest > most:
         beyond = f"note    {longest} tokens are beyond the model's max_position_embeddings of {most}: "
         beyond += "it was not trained on such positions; shorten the rows, or scale RoPE in its config\n"
+    if job.steps.is_known and len(without := rows_without_loss(data)):
+        beyond += f"note    {counted(len(without), 'row')} without any token with a loss: {named(data, without)}\n"
     processes = counted(job.ranks, "process")
     gpus = min(job.ranks, job.gpus)
 
@@ -317,6 +321,8 @@ def summary(result: TrainResult, config: RunConfig | None, command: str) -> str:
     if result.skipped:
         them = f"the values that were not finite: {result.folder / 'not_finite.jsonl'}"
         lines.append(f"{counted(result.skipped, 'step')} made no update, or the update was undone; {them}")
+    if not result.has_trained:
+        lines.append("NOTHING WAS TRAINED: in every step the learning rate or the gradient was 0")
     rate = count(result.num_tokens / result.seconds)
     opened = "peft's PeftModel.from_pretrained on the base model" if config.lora is not None else "from_pretrained"
     return "\n".join(

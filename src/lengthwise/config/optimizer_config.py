@@ -125,7 +125,7 @@ class OptimizerConfig(Settings):
     )
     warmup_steps: Annotated[int, Field(ge=0)] | Annotated[float, Field(ge=0, lt=1)] | None = Field(
         default=None,
-        description="steps over which the learning rate grows from 0, or below 1 a share of all steps; default "
+        description="steps before the learning rate is full, none with 0; below 1: a share of all steps; default "
         f"{LOADED_WARMUP:g} if weights are loaded and the schedule is not constant, else 0 (none)",
     )
 

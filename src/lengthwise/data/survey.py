@@ -12,7 +12,7 @@ from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
 from lengthwise.data.dataset import NO_LOSS, Dataset
 
-_SHOWN = 5  # sequences that are too long, in one message
+_SHOWN = 5  # rows in one message
 _LOOKED_AT = 1 << 16  # rows among which one with labels of its own is looked for
 
 
@@ -29,12 +29,12 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Figures of a dataset. lengths: of rows with tokens. longest: row numbers, longest first."""
+    """Figures of a dataset. lengths: of rows with tokens. longest, rows_without_loss: row numbers, longest first."""
 
     lengths: np.ndarray
     num_tokens: int
     num_loss_tokens: int
-    rows_without_loss: int
+    rows_without_loss: np.ndarray
     skipped: Mapping[str, int]
     longest: tuple[int, ...]
     copies: Copies
@@ -56,7 +56,7 @@ def survey(dataset: Dataset, *, longest: int) -> Survey:
         lengths=lengths,
         num_tokens=int(lengths.sum()),
         num_loss_tokens=int(dataset.loss_tokens.sum()),
-        rows_without_loss=int(np.count_nonzero(dataset.loss_tokens[dataset.ids] == 0)),
+        rows_without_loss=rows_without_loss(dataset),
         skipped=dataset.skipped,
         longest=tuple(int(dataset.ids[place]) for place in order),
         copies=_copies(dataset, lengths),
@@ -67,6 +67,17 @@ def rows_over(dataset: Dataset, limit: int) -> np.ndarray:
     """Return the rows of more than `limit` tokens, longest first."""
     rows = np.flatnonzero(dataset.lengths > limit)
     return rows[np.argsort(-dataset.lengths[rows], kind="stable")]
+
+
+def rows_without_loss(dataset: Dataset) -> np.ndarray:
+    """Return the rows whose tokens all have no loss: they change no update, and take their time."""
+    return dataset.ids[dataset.loss_tokens[dataset.ids] == 0]
+
+
+def named(dataset: Dataset, rows: np.ndarray) -> str:
+    """Return the names of the first rows, and how many more there are."""
+    more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
+    return ", ".join(dataset.name(int(row)) for row in rows[:_SHOWN]) + more
 
 
 def masked_row(dataset: Dataset) -> int:

@@ -1,7 +1,9 @@
 """Learning rates by step: the schedules of `transformers.get_scheduler`, by its names.
 
 They depend on the step alone, so a resumed run needs no state. Step s of a run, counted from 1, has the learning rate
-of transformers' scheduler after s - 1 calls, as in its Trainer: the first step of a warm-up has learning rate 0.
+of transformers' scheduler after s - 1 calls, as in its Trainer. Only a warm-up differs: there the first step would have
+learning rate 0, and a run of one step would train nothing. Step s of n steps of warm-up has the rate of s calls in a
+warm-up of n + 1 instead, as in torchtitan.
 """
 
 from __future__ import annotations
@@ -24,9 +26,14 @@ def learning_rates(config: OptimizerConfig, num_steps: int) -> Callable[[int], f
     args = config.schedule_args or {}
     steps = None if "num_stable_steps" in args else num_steps  # transformers warns of both
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)  # some schedules look its lr up
-    scheduler: Any = get_scheduler(name, optimizer, warmup_steps(config, num_steps), steps, args)
-    (factor,) = scheduler.lr_lambdas
-    return lambda step: rate * factor(step - 1)
+
+    def factors(warmup: int) -> Callable[[int], float]:
+        scheduler: Any = get_scheduler(name, optimizer, warmup, steps, args)
+        return scheduler.lr_lambdas[0]
+
+    warmup = warmup_steps(config, num_steps)
+    rising, later = factors(warmup + 1), factors(warmup)
+    return lambda step: rate * (rising(step) if step <= warmup else later(step - 1))
 
 
 def warmup_steps(config: OptimizerConfig, num_steps: int) -> int:

@@ -103,7 +103,8 @@ class EvalMetrics:
 class TrainResult:
     """How a run ended.
 
-    steps: steps of the whole run, those before a resumed checkpoint too. num_tokens, seconds: of this process alone.
+    steps: steps of the whole run, those before a resumed checkpoint too. num_tokens, seconds, has_trained: of this
+    process alone; the last is whether a step had a learning rate and a gradient above 0.
     metrics: metrics of the last step, or None if the run was finished before. stopped_by: the signal that ended it
     early, or None. skipped: steps without an update because a value was not finite. parameters: number of the model's
     parameters; of a run that was finished before, of the trained ones.
@@ -119,6 +120,7 @@ class TrainResult:
     stopped_by: int | None
     folder: Path
     skipped: int = 0
+    has_trained: bool = True
 
 
 class Callback(Protocol):

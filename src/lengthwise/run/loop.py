@@ -24,16 +24,21 @@ from lengthwise.session.source import PlannedStep
 
 @dataclass(slots=True)
 class _Progress:
-    """Progress of a run: its first and last loss, and the tokens, metrics and stop signal of this process."""
+    """Progress of a run: its first and last loss, and the tokens, metrics and stop signal of this process.
+
+    has_trained: whether a step had a learning rate and a gradient above 0.
+    """
 
     first_loss: float | None
     loss: float
     tokens: int = 0
     metrics: StepMetrics | None = None
     stopped_by: int | None = None
+    has_trained: bool = False
 
     def add(self, ran: StepMetrics) -> None:
         self.metrics, self.tokens, self.loss = ran, self.tokens + ran.num_tokens, ran.loss
+        self.has_trained |= ran.lr > 0 and ran.grad_norm > 0
         self.first_loss = ran.loss if self.first_loss is None else self.first_loss
 
 
@@ -81,6 +86,7 @@ def train_steps(run: RankRun) -> TrainResult:
         stopped_by=done.stopped_by,
         folder=run.folder.path,
         skipped=run.end.finite.skipped,
+        has_trained=done.has_trained,
     )
 
 
