@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from testing import enliven, make_batch, make_plan
+from testing import enliven, make_batch, make_plan, tiny_tower_config
 from testing.laid import whole_parameters
 from testing.tiny import MODEL_TYPES, VOCAB, tiny_family_config
 
@@ -115,3 +115,14 @@ def test_only_this_model_changes():
     assert model.config._experts_implementation == "grouped_mm"
     assert plain.config._experts_implementation == "eager"
     assert build_model(source, seed=3).config._experts_implementation == "eager"
+
+
+def test_experts_inside_a_wrapper_compute_as_is_said():
+    """The interface is that of the model inside, not of the wrapper around it."""
+    source = ModelSource(name="wrapped", config=tiny_tower_config("internvl", "qwen3_moe"), weights=False)
+    model = build_model(source, seed=3)
+    model.set_experts_implementation("grouped_mm")
+    said = []
+    compute_so(model, Computing(experts="eager"), CPU, dtype=torch.float64, say=said.append)
+    assert said == ["experts: eager; because it is asked for"]
+    assert model.config._experts_implementation == "eager"

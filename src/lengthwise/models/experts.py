@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lengthwise.core.errors import ConfigError
 
@@ -48,10 +49,15 @@ def needs_of(model: Any, dtype: torch.dtype, *, on_gpu: bool, capability: tuple[
     return ExpertsNeeds(
         dtype=dtype,
         rows_bytes=sorted({size * dtype.itemsize for weight in weights for size in weight.shape[1:]}),
-        replaceable=bool(weights) and model._can_set_experts_implementation(),
+        replaceable=bool(weights) and any(map(_takes_experts, model.modules())),
         on_gpu=on_gpu,
         capability=capability,
     )
+
+
+def _takes_experts(module: Any) -> bool:
+    """Return whether a model, or one inside of a wrapper, uses transformers' interface of experts."""
+    return isinstance(module, PreTrainedModel) and module._can_set_experts_implementation()
 
 
 def choose_experts(asked: str, needs: ExpertsNeeds) -> tuple[str, str]:

@@ -19,7 +19,7 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, ModelRefused, r
 from lengthwise.core.trained import FAMILIES, USE_OTHERS, family_refusal, layer_types, towers
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
 from lengthwise.models.mixer_layers import has_states, runs_by_plan
-from lengthwise.models.model_source import build_skeleton
+from lengthwise.models.model_source import build_skeleton, size_problems
 from lengthwise.models.rope import LENGTH_ROPE
 from lengthwise.models.router import router_problems
 from lengthwise.models.text_part import has_towers, layer_configs, text_config
@@ -87,7 +87,7 @@ def check_model_config(config: Any) -> None:
         for where, kind in _other_layers(config):
             expected = f"layers of the family's known kinds ({', '.join(layer_types(config.model_type))})"
             refuse(where, expected, kind, f"{USE_OTHERS}.")
-    problems += router_problems(whole)
+    problems += [*router_problems(whole), *size_problems(whole)]
     raise_problems(problems)
 
 
@@ -112,12 +112,12 @@ def _other_layers(config: Any) -> Iterator[tuple[str, str]]:
 
 def largest_head_dim(config: Any) -> int:
     """Return the largest head dimension of the model's attentions, by its config."""
-    config, layers = text_config(config), layer_configs(config)
+    layers = layer_configs(config)
     named = ("head_dim", "global_head_dim", "v_head_dim")
     latent = ("qk_nope_head_dim", "qk_rope_head_dim")
     sizes = [getattr(layer, name, None) or 0 for layer in layers for name in named]
     sizes += [sum(getattr(layer, name, None) or 0 for name in latent) for layer in layers]
-    return max(sizes) or config.hidden_size // config.num_attention_heads
+    return max(sizes) or layers[0].hidden_size // layers[0].num_attention_heads
 
 
 def attention_heads(config: Any) -> tuple[int, int]:

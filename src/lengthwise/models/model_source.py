@@ -283,30 +283,26 @@ def build_skeleton(config: Any) -> Any:
         raise _refuse_config(_where(config), error) from error
 
 
-def check_buildable(config: Any) -> int:
-    """Return the number of parameters of a config's model.
-
-    Raises:
-        ConfigError: it cannot be built, has no layer, token or head, or its heads do not fit each other.
-    """
-    where = _where(config)
-    for layer in layer_configs(config):
-        for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
-            value = getattr(layer, key, None)
-            if isinstance(value, int) and value < 1:
-                raise _refuse_config(f"{where}: {key}", str(value), "at least 1")
+def size_problems(config: Any) -> list[ConfigError]:
+    """List what of a config's sizes no model has: no layer, token or head, or heads that do not fit each other."""
+    where, problems = _where(config), list[ConfigError]()
+    layers = layer_configs(config)
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        wrong = [each for layer in layers if isinstance(each := getattr(layer, key, None), int) and each < 1]
+        problems += [_refuse_config(f"{where}: {key}", str(each), "at least 1") for each in wrong[:1]]
+    for layer in layers if not problems else ():
         heads, kv_heads = (getattr(layer, f"num_{kind}_heads", None) for kind in ("attention", "key_value"))
         if heads and kv_heads and heads % kv_heads:
             error = f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-            raise _refuse_config(where, error)
+            return [_refuse_config(where, error)]
         head_dim = getattr(layer, "head_dim", None)
         if head_dim and head_dim % 2 and getattr(layer, "rope_parameters", None):
-            raise _refuse_config(where, f"head_dim {head_dim} is odd, but RoPE rotates pairs of entries")
-    return count_parameters(config)
+            return [_refuse_config(where, f"head_dim {head_dim} is odd, but RoPE rotates pairs of entries")]
+    return problems
 
 
 def count_parameters(config: Any) -> int:
-    """Count the parameters of a config's model, or of its text part, tied ones once, without making them."""
+    """Count the parameters of a config's model (see `build_skeleton`), tied ones once, without making them."""
     return sum(parameter.numel() for parameter in build_skeleton(config).parameters())
 
 

@@ -40,13 +40,13 @@ from lengthwise.models import (
     DTYPES,
     Computing,
     ModelSource,
-    check_buildable,
     check_computing,
     check_cut,
     check_lora,
     check_model_config,
     check_recompute,
     check_weights,
+    count_parameters,
     find_model,
     position_limit,
 )
@@ -221,7 +221,7 @@ def _facts_of(config: RunConfig, model: ModelSource, *, gpus: int) -> ModelFacts
     attempt = collector.attempt
     attempt(lambda: check_model_config(model.config))
     collector.raise_all()
-    parameters = attempt(lambda: check_buildable(model.config))
+    parameters = attempt(lambda: count_parameters(model.config))
     if not (gpus and model.weights and config.shard != "zero1"):  # else ranks may read their own rows
         attempt(lambda: check_room(model, parameters or 0))
     collector.raise_all()

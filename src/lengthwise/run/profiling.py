@@ -11,7 +11,7 @@ from lengthwise.comm import World, join, world_from_environment
 from lengthwise.comm.devices import call_apart
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.measurements import Measurements
-from lengthwise.models import check_buildable, check_model_config, find_model
+from lengthwise.models import check_model_config, count_parameters, find_model
 from lengthwise.profiler.rank_profiler import ProfileSettings, open_store, profile
 from lengthwise.run.launch import launch, threads_of_each
 from lengthwise.run.prepared_run import count_used_gpus, quiet_libraries
@@ -41,7 +41,7 @@ def profile_model(
     gpus = problems.attempt(lambda: count_used_gpus(device))
     if source is not None:
         problems.attempt(lambda: check_model_config(source.config))
-        problems.attempt(lambda: call_apart(lambda: check_buildable(source.config), gpus=gpus or 0))
+        problems.attempt(lambda: call_apart(lambda: count_parameters(source.config), gpus=gpus or 0))
     problems.raise_all()
     assert source is not None, "a model that was not found must have been a problem"
     assert gpus is not None, "a missing device must have been a problem"
