@@ -32,8 +32,9 @@ def make_model(kind: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(3)
         of_experts = kind == "adapters of experts"
-        make, more = (MixtralForCausalLM, _EXPERTS) if of_experts else (LlamaForCausalLM, {})
-        config: Any = make.config_class(**_SIZES, **more, tie_word_embeddings=kind == "tied")
+        make: Any = MixtralForCausalLM if of_experts else LlamaForCausalLM
+        more: dict[str, Any] = _EXPERTS if of_experts else {}
+        config = make.config_class(**_SIZES, **more, tie_word_embeddings=kind == "tied")
         config._attn_implementation = "eager"
         model: Any = make(config).double().train()
         if kind == "sharing":

@@ -222,7 +222,7 @@ def draw_program(seed: int, *, most_ranks: int = 3) -> Program:
     draw = random.Random(seed)
     ranks = 1 + seed % most_ranks
     layout = draw.choice([name for name, each in LAYOUTS.items() if ranks in each.ranks])
-    model = draw.choices(MODELS, (4, 4, 2, 1, 1, 1))[0]
+    model = draw.choices(MODELS, (4, 4, 2, 1, 1, 1, 1, 1))[0]
     is_bold, operations = draw.random() < _BOLD, list[Operation]()
     for _ in range(draw.randint(1, 3)):
         operations += _draw_step(draw, {n: k for n, k in OPERATIONS.items() if is_bold or k.rule_in(layout) == "equal"})

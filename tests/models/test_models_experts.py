@@ -121,8 +121,8 @@ def test_experts_inside_a_wrapper_compute_as_is_said():
     """The interface is that of the model inside, not of the wrapper around it."""
     source = ModelSource(name="wrapped", config=tiny_tower_config("internvl", "qwen3_moe"), weights=False)
     model = build_model(source, seed=3)
-    model.set_experts_implementation("grouped_mm")
-    said = []
-    compute_so(model, Computing(experts="eager"), CPU, dtype=torch.float64, say=said.append)
-    assert said == ["experts: eager; because it is asked for"]
-    assert model.config._experts_implementation == "eager"
+    inside, said = model.get_decoder().config, []
+    for asked, dtype in (("grouped_mm", torch.float32), ("eager", torch.float64)):
+        compute_so(model, Computing(experts=asked), CPU, dtype=dtype, say=said.append)
+        assert inside._experts_implementation == asked
+    assert said == [f"experts: {each}; because it is asked for" for each in ("grouped_mm", "eager")]

@@ -23,7 +23,7 @@ from lengthwise.core.packages import installed_version
 from lengthwise.models.adapter import leave_attention_eager
 from lengthwise.models.checkpointing import wrapped_layers
 from lengthwise.models.dropout import asks_for_dropout, has_dropout
-from lengthwise.models.experts import choose_experts, expert_weights, needs_of
+from lengthwise.models.experts import choose_experts, expert_weights, needs_of, taking_experts
 from lengthwise.models.families import attention_heads, has_windows, largest_head_dim, score_cap
 from lengthwise.models.fused_layers import (
     Forwards,
@@ -122,14 +122,15 @@ class Layers:
     def put(self) -> None:
         """Put the forwards into the model; forwards that the user has set on modules stay."""
         if self.experts is not None:
-            self.model.set_experts_implementation(self.experts)
+            taking_experts(self.model).set_experts_implementation(self.experts)
         for module, forward in self.forwards.items():
             vars(module).setdefault("forward", forward)
 
     @contextmanager
     def put_inside(self) -> Iterator[None]:
         """Put the forwards into the model inside the block."""
-        before = self.model.config._experts_implementation
+        experts: Any = None if self.experts is None else taking_experts(self.model).config
+        before = None if experts is None else experts._experts_implementation
         aside = [
             (vars(module), key, value, vars(module)[key])
             for module in self.modules
@@ -147,8 +148,8 @@ class Layers:
             for module, forward in self.forwards.items():
                 if vars(module).get("forward") is forward:
                     del module.forward  # the class's forward is left
-            if self.experts is not None:
-                self.model.config._experts_implementation = before
+            if experts is not None:
+                experts._experts_implementation = before
 
 
 def compute_so(

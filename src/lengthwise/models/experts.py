@@ -49,15 +49,16 @@ def needs_of(model: Any, dtype: torch.dtype, *, on_gpu: bool, capability: tuple[
     return ExpertsNeeds(
         dtype=dtype,
         rows_bytes=sorted({size * dtype.itemsize for weight in weights for size in weight.shape[1:]}),
-        replaceable=bool(weights) and any(map(_takes_experts, model.modules())),
+        replaceable=bool(weights) and taking_experts(model) is not None,
         on_gpu=on_gpu,
         capability=capability,
     )
 
 
-def _takes_experts(module: Any) -> bool:
-    """Return whether a model, or one inside of a wrapper, uses transformers' interface of experts."""
-    return isinstance(module, PreTrainedModel) and module._can_set_experts_implementation()
+def taking_experts(model: Any) -> Any:
+    """Return the model, or the first inside of its wrapper, that uses transformers' interface of experts, or None."""
+    models = (module for module in model.modules() if isinstance(module, PreTrainedModel))
+    return next((each for each in models if each._can_set_experts_implementation()), None)
 
 
 def choose_experts(asked: str, needs: ExpertsNeeds) -> tuple[str, str]:

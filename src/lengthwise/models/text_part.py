@@ -110,7 +110,7 @@ def text_config(config: Any) -> Any:
 def layer_configs(config: Any) -> list[Any]:
     """Return one config per layer if the layers of a model's text part differ, else its config alone."""
     config = text_config(config)
-    return list(getattr(config, "per_layer_config", None) or [config])
+    return list(config.per_layer_config) if getattr(config, "is_heterogeneous", False) else [config]
 
 
 def placeholders(config: Any) -> dict[int, str]:
