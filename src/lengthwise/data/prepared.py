@@ -17,7 +17,7 @@ from lengthwise.core.files import found_at, read_json, sync
 
 NAME, PREPARED = "lengthwise.json", "lengthwise.prepared/1"
 UNFINISHED = ".unfinished"
-ENCODING = 2  # to be raised when the same text gets other ids or labels than before
+ENCODING = 3  # to be raised when the same text gets other ids or labels than before
 AGAIN = "Delete the folder and prepare it again: lengthwise prepare (in the cache: start the run again)."
 _BEFORE = "lengthwise-store.json"  # of versions that had files of their own
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
