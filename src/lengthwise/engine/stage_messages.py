@@ -91,7 +91,9 @@ class Messages:
 def count_dropout_calls(
     model: nn.Module, mesh: Mesh, chunks: Mapping[int, Chunk], kernel: BlockKernel, device: torch.device
 ) -> None:
-    """Count the dropout calls before each chunk, by running one row through chunks with dropout. Collective."""
+    """Count the dropout calls before each chunk, by a row through chunks with dropout, if not done. Collective."""
+    if all(model.training in each.dropout_calls for each in chunks.values()):
+        return
     (program,) = lower_plan(_ONE_TOKEN, 0)
     calls = torch.zeros(len(chunks) * mesh.stages, dtype=torch.int64, device=device)
     for chunk in chunks.values() if has_dropout(model) else ():
@@ -105,7 +107,7 @@ def count_dropout_calls(
     mesh.world.all_reduce(calls)
     before = ((calls.cumsum(0) - calls) // mesh.num_replicas).tolist()
     for chunk in chunks.values():
-        chunk.dropout_calls[0] = before[chunk.number]
+        chunk.dropout_calls[model.training] = before[chunk.number]
 
 
 def empty_hidden(model: nn.Module, chunk: Chunk, rows: int) -> Tensor:

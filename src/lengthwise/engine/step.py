@@ -201,7 +201,7 @@ class _RankStep:
 
     def run(self) -> None:
         context, program = self.context, self.program
-        if context.train and self.mesh.stages > 1:  # its layers, or those of another stage, may have dropout now
+        if context.train and self.mesh.stages > 1:  # the layers of another stage may have dropout
             self.mesh.world.phase = f"{context.name}, counting calls of dropout"
             count_dropout_calls(self.model, self.mesh, self.chunks, context.kernel, self.device)
         if self._counts_routers:
@@ -266,7 +266,7 @@ class _RankStep:
         if self._has_dropout and context.train:
             keys = token_keys(context.dropout, batch.sequences(segments), batch.positions(segments))
             keys = to_device(F.pad(keys, (0, planned.num_rows - len(keys))), self.device)  # of padding: 0
-            dropout = KeyedDropout(keys, calls=chunk.dropout_calls[0])
+            dropout = KeyedDropout(keys, calls=chunk.dropout_calls[self.model.training])
         found = _Prepared(planned=planned, segments=segments, tensors=tensors, dropout=dropout)
         self._prepared[place] = found
         return found

@@ -219,8 +219,8 @@ class Chunk:
 
     is_first: whether the input are ids; otherwise hidden states (1, rows, width). is_last: whether the result is the
     loss; otherwise hidden states. num_layers: number of layers, or None for all. layers_passed: number of layers that
-    mix tokens and that the chunk does not run. dropout_calls: one number, the dropout calls of a forward before
-    the chunk, counted at each step. running: makes the model this chunk inside a block, on hidden states, or on ids if
+    mix tokens and that the chunk does not run. dropout_calls: dropout calls of a forward before the chunk, by whether
+    the model trains, once counted. running: makes the model this chunk inside a block, on hidden states, or on ids if
     None.
     """
 
@@ -230,7 +230,7 @@ class Chunk:
     num_layers: int | None = None
     layers_passed: int = 0
     width: int = 0
-    dropout_calls: list[int] = field(default_factory=lambda: [0])
+    dropout_calls: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     running: Callable[[Tensor | None], AbstractContextManager[Any]] = nullcontext
 
 
@@ -358,6 +358,7 @@ class ModelStage:
             num_layers=len(self.chunks[number]),
             layers_passed=count_mixers(config) - count_mixers(config, self.chunks[number]),
             width=_width(self.model),
+            dropout_calls={},
             running=partial(self._running, number),
         )
 

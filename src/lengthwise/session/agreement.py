@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -37,19 +37,28 @@ _MODE = "mode of the model, as train() and eval() set it"
 _BALANCE = "balance loss of the routers"
 _DROPOUT = "dropout"
 _OF_STAGE = (_VALUES, _SLICES, _GRADIENTS, _DROPOUT)  # a stage has some of the parameters and layers
-_OWN = 6  # numbers of a rank before its digests
+_OWN = 7  # numbers of a rank before its digests
 
 
 class Agreement:
-    """Compares the ranks of a session. updates: the optimizer, or None if nothing trains."""
+    """Compares the ranks of a session.
+
+    updates: the optimizer, or None if nothing trains. forget_dropout: called on all ranks once one rank's has changed.
+    """
 
     def __init__(
-        self, model: nn.Module, transport: Transport, updates: LoopOptimizer | None, closing: ExitStack
+        self,
+        model: nn.Module,
+        transport: Transport,
+        updates: LoopOptimizer | None,
+        closing: ExitStack,
+        forget_dropout: Callable[[], None],
     ) -> None:
         self._transport, self._updates, self._model = transport, updates, model
         self._stage = None if updates is None else updates.parameters.stage
         self._parameters = dict(model.named_parameters())
         self._dropout = [each for each in modules_of(model) if isinstance(each, nn.Dropout)]
+        self._forget_dropout, self._dropout_before = forget_dropout, self._dropout_now()
         self._versions = self._counted()
         self._leave_out_forwards(closing)
 
@@ -72,6 +81,9 @@ class Agreement:
             hook_until_closed(wrapper.register_forward_pre_hook, begin, self._model, closing)
             register = partial(wrapper.register_forward_hook, always_call=True)
             hook_until_closed(register, end, self._model, closing)
+
+    def _dropout_now(self) -> list[tuple[float, bool]]:
+        return [(each.p, each.training) for each in self._dropout]
 
     def _counted(self) -> dict[str, int]:
         """Return how often each parameter was changed in place, by autograd's count."""
@@ -97,7 +109,7 @@ class Agreement:
                 wrong = error
         changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
         did: dict[str, Any] = {_VALUES: changed, _MODE: self._model.training}
-        did |= {_BALANCE: balance_of(self._model), _DROPOUT: [[each.p, each.training] for each in self._dropout]}
+        did |= {_BALANCE: balance_of(self._model), _DROPOUT: (dropout := self._dropout_now())}
         did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
         if updates is not None:
             did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _CLEARS: updates.clears}
@@ -112,6 +124,7 @@ class Agreement:
         without = updates is not None and tied_name not in {"", *updates.with_gradient}
         is_both = updates is not None and updates.has_edited_weights and (bool(changed) or updates.has_edited_both())
         own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both), float(allows)]
+        own.append(float(dropout != self._dropout_before))
         assert len(own) == _OWN, own
         rows = share_numbers(self._transport, [*own, *map(_digest, did.values())])
         if wrong is not None:
@@ -126,7 +139,9 @@ class Agreement:
             updates.publish()
         elif self._stage is not None:
             self._share_tied(self._stage, rows[:, 1], rows[:, 2])
-        self._versions = self._counted()
+        self._versions, self._dropout_before = self._counted(), dropout
+        if rows[:, 6].any():
+            self._forget_dropout()
         return bool(rows[:, 5].all())
 
     def _refuse_others(self, rows: Tensor, did: Mapping[str, Any]) -> None:

@@ -103,6 +103,11 @@ class Engine:
             return {"mesh": Mesh(self.transport, 1), "chunks": WHOLE_MODEL}
         return {"mesh": self.pipeline.mesh, "chunks": self.pipeline.stage.own}
 
+    def forget_dropout(self) -> None:
+        """Count the dropout calls of stages again at the next step: the loop has changed them. All ranks call it."""
+        for chunk in self.pipeline.stage.own.values() if self.pipeline is not None else ():
+            chunk.dropout_calls.clear()
+
     def next_token(self, batch: StepBatch, divisor: float | None = None) -> Objective:
         """Return the loss of the next token: its sum over a batch, divided by `divisor` or the batch's loss weight."""
         weight = batch.loss_weight if divisor is None else divisor

@@ -98,7 +98,9 @@ class Session(SavedSession):
             if start.process is not None:
                 weakref.finalize(self, start.process.close)  # of a session that nobody closes
             self._loop_optimizer = self._begin(start)
-            self._agreement = Agreement(start.text, start.transport, self._loop_optimizer, self._closing)
+            self._agreement = Agreement(
+                start.text, start.transport, self._loop_optimizer, self._closing, self.engine.forget_dropout
+            )
             if self._loop_optimizer is not None:
                 stages = self._settings.asked.stages
                 self.runner.end = SessionStepEnd(updates=self._loop_optimizer, transport=start.transport, stages=stages)
