@@ -208,6 +208,13 @@ def test_docs_blocks_are_what_they_say(page: Path, tmp_path: Path, monkeypatch) 
             )
 
 
+def test_docs_examples_are_as_wide_as_the_site_shows_them() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shown = re.sub(r'--8<-- "(.*)"', lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), text)
+    lines = [line for language, block in blocks(shown) if language != "text" for line in block.splitlines()]
+    assert not [line for line in lines if len(line) > 88]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_docs_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
