@@ -15,7 +15,7 @@ model = AutoModelForCausalLM.from_config(config)
 lengths = [900, 300, *[40] * 20]
 rows = [{"input_ids": torch.randint(256, (length,))} for length in lengths]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = get_scheduler("cosine", optimizer, 1, 5)  # one step of warm-up, five in all
+scheduler = get_scheduler("cosine", optimizer, 1, 5)  # a step of warm-up, 5 in all
 for step in range(4):
     loss, tokens = 0.0, sum(len(row["input_ids"]) - 1 for row in rows)
     for row in rows:
