@@ -37,11 +37,12 @@ docs: .venv-docs/.installed
 families: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/families.py --out docs/families.md
 
-# The newest releases that the ranges in pyproject.toml allow, but for torch: what people who install today will have.
+# The newest releases that the ranges in pyproject.toml allow, but for torch, unless TORCH='torch>=2.14' names a newer one.
+TORCH ?= $(shell grep '^torch==' constraints.txt)
 test-newest:
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	grep '^torch==' constraints.txt > .venv-newest/torch.txt
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	echo "$(TORCH)" > .venv-newest/torch.txt
 	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager \
 	  --constraint .venv-newest/torch.txt -e '.[dev]'
 	.venv-newest/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|datasets) '

@@ -1,4 +1,4 @@
-"""The training of `dpo_plain.py`, planned: python dpo.py, or torchrun --nproc-per-node 2 dpo.py."""
+"""The training of `dpo_plain.py`, planned. Start it with python or torchrun."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The training of `grpo_plain.py`, planned: python grpo.py, or torchrun --nproc-per-node 2 grpo.py."""
+"""The training of `grpo_plain.py`, planned. Start it with python or torchrun."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer; `grpo.py` is the same, planned. Without `rollout_func` the model generates."""
+"""TRL's GRPOTrainer; `grpo.py` plans it. Without `rollout_func` the model generates."""
 
 import os
 

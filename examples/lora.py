@@ -1,4 +1,4 @@
-"""The training of `lora_plain.py`, planned: python lora.py, or torchrun --nproc-per-node 2 lora.py."""
+"""The training of `lora_plain.py`, planned. Start it with python or torchrun."""
 
 import os
 
@@ -19,8 +19,9 @@ arguments = TrainingArguments(
     save_strategy="no",
     use_cpu=True,
 )
+adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 trainer = Trainer(
-    model=get_peft_model(model(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")),
+    model=get_peft_model(model(), adapters),
     args=arguments,
     train_dataset=rows(),
     data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),

@@ -17,8 +17,9 @@ arguments = TrainingArguments(
     save_strategy="no",
     use_cpu=True,
 )
+adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
 trainer = Trainer(
-    model=get_peft_model(model(), LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")),
+    model=get_peft_model(model(), adapters),
     args=arguments,
     train_dataset=rows(),
     data_collator=DataCollatorForLanguageModeling(tokenizer(), mlm=False),

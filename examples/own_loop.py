@@ -1,17 +1,23 @@
-"""The loop of `own_loop_plain.py`, planned: python own_loop.py, or torchrun --nproc-per-node 2 own_loop.py."""
+"""The loop of `own_loop_plain.py`, planned. Start it with python or torchrun."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler
 
 import lengthwise
 
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(
-    LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+config = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
 )
-rows = [{"input_ids": torch.randint(256, (length,))} for length in [900, 300, *[40] * 20]]
+model = AutoModelForCausalLM.from_config(config)
+lengths = [900, 300, *[40] * 20]
+rows = [{"input_ids": torch.randint(256, (length,))} for length in lengths]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=1, num_training_steps=5)
+scheduler = get_scheduler("cosine", optimizer, 1, 5)  # a step of warm-up, 5 in all
 session = lengthwise.Session(model, optimizer)
 for step in range(4):
     loss = session.backward(rows).loss
@@ -20,5 +26,5 @@ for step in range(4):
     scheduler.step()
     optimizer.zero_grad()
     if session.rank == 0:
-        print(f"step {step + 1}: loss {loss:.5f}, gradient norm {norm:.4f}", flush=True)
+        print(f"step {step + 1}: loss {loss:.5f}, norm {norm:.4f}", flush=True)
 session.close()

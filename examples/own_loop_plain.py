@@ -1,15 +1,21 @@
-"""A training loop of plain torch and transformers, one sequence at a time: what `own_loop.py` is compared with."""
+"""A plain training loop, one sequence at a time: `own_loop.py` is compared with it."""
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler
 
 torch.manual_seed(0)
-model = AutoModelForCausalLM.from_config(
-    LlamaConfig(vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+config = LlamaConfig(
+    vocab_size=256,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
 )
-rows = [{"input_ids": torch.randint(256, (length,))} for length in [900, 300, *[40] * 20]]
+model = AutoModelForCausalLM.from_config(config)
+lengths = [900, 300, *[40] * 20]
+rows = [{"input_ids": torch.randint(256, (length,))} for length in lengths]
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-scheduler = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=1, num_training_steps=5)
+scheduler = get_scheduler("cosine", optimizer, 1, 5)  # a step of warm-up, 5 in all
 for step in range(4):
     loss, tokens = 0.0, sum(len(row["input_ids"]) - 1 for row in rows)
     for row in rows:
@@ -21,4 +27,4 @@ for step in range(4):
     optimizer.step()
     scheduler.step()
     optimizer.zero_grad()
-    print(f"step {step + 1}: loss {loss:.5f}, gradient norm {norm:.4f}", flush=True)
+    print(f"step {step + 1}: loss {loss:.5f}, norm {norm:.4f}", flush=True)

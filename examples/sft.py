@@ -1,4 +1,4 @@
-"""The training of `sft_plain.py`, planned: python sft.py, or torchrun --nproc-per-node 2 sft.py."""
+"""The training of `sft_plain.py`, planned. Start it with python or torchrun."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""The training of `trainer_plain.py`, planned: python trainer.py, or torchrun --nproc-per-node 2 trainer.py."""
+"""The training of `trainer_plain.py`, planned. Start it with python or torchrun."""
 
 import os
 

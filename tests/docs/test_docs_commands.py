@@ -26,10 +26,10 @@ from lengthwise.cli.options import PlanChoices
 from lengthwise.cli.simulate_meshes import MeshChoices
 from lengthwise.config import load_config
 from lengthwise.core.plan import Plan
-from lengthwise.core.trained import family_refusal
+from lengthwise.core.trained import FAMILIES, family_refusal
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "\n    python benchmarks/" in path.read_text())
 OTHERS = ("pip", "python3", "source", ".", "git", "cd", "export")  # of other people, not looked at
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
@@ -208,6 +208,13 @@ def test_docs_blocks_are_what_they_say(page: Path, tmp_path: Path, monkeypatch) 
             )
 
 
+def test_docs_examples_are_as_wide_as_the_site_shows_them() -> None:
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shown = re.sub(r'--8<-- "(.*)"', lambda found: (ROOT / found[1]).read_text(encoding="utf-8"), text)
+    lines = [line for language, block in blocks(shown) if language != "text" for line in block.splitlines()]
+    assert not [line for line in lines if len(line) > 88]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_docs_links_lead_somewhere(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
@@ -347,6 +354,13 @@ def test_docs_readme_names_the_versions_that_are_installed_and_the_least_ones() 
     for package, name in (("torch", "torch"), ("transformers", "transformers"), ("trl", "TRL"), ("peft", "peft")):
         assert f"{name} from {least[package]}" in readme
         assert f"{name} {pinned[package]}" in readme
+    assert f"Tested: {pinned['torch']} on CPUs" in (ROOT / "docs/versions.md").read_text(encoding="utf-8")
+    assert f"\nversion: {project['version']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+
+
+def test_docs_say_one_number_of_families() -> None:
+    text = " ".join(" ".join(page.read_text(encoding="utf-8") for page in PAGES).split())
+    assert set(re.findall(r"(\d+) (?:model families|are proved)", text)) == {str(len(FAMILIES))}
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/families.md"])

@@ -48,7 +48,7 @@ def said(example, ranks, folder):
 
 
 def numbers(text):
-    return [float(each) for each in re.findall(r"\b(?:loss|grad_norm|gradient norm)'?:? '?([\d.e-]+\d)", text)]
+    return [float(each) for each in re.findall(r"\b(?:loss|grad_norm|norm)'?:? '?([\d.e-]+\d)", text)]
 
 
 @pytest.mark.parametrize("example", some(PAGES, 1))

@@ -122,8 +122,7 @@ file_mounts: {~/lengthwise: ~/lengthwise}  # EDIT: to the right, your checkout o
 envs:
   OUTPUT: /shared/@name@  # EDIT: a folder that all nodes share (a volume, NFS); a bucket cannot rename folders
 setup: |
-  pip install 'torch>=2.11'
-  pip install ~/lengthwise
+  pip install -c ~/lengthwise/constraints.txt ~/lengthwise
 run: |
   HEAD=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
   HERE=$(echo "$SKYPILOT_NODE_IPS" | sed -n "$((SKYPILOT_NODE_RANK + 1))p")
