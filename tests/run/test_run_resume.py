@@ -87,7 +87,7 @@ def test_learning_rates_after_warm_up_are_transformers_after_a_resume_too_and_th
         wanted += scheduler.get_last_lr()
         optimizer.step()
         scheduler.step()
-    wanted[:3] = [1e-3 * step / 4 for step in (1, 2, 3)]
+    wanted[:3] = [1e-3 * (0.25 + 0.75 * step / 4) for step in (1, 2, 3)]
     assert [row["lr"] for row in read_lines(tmp_path / "out/metrics.jsonl")] == pytest.approx(wanted, rel=1e-12)
 
 

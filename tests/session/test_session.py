@@ -588,7 +588,7 @@ def test_the_first_step_says_what_its_plan_was_in_plain_words(capsys):
         session.backward([[1, 2, 3], [4, 5]])
     said = capsys.readouterr().out
     assert "step 1 on 1 rank: 0% of tokens in rings" in said
-    assert re.search(r"took \S+ m?s, predicted \S+ [mu]?s \(forward and backward only\)", said)
+    assert re.search(r"took \S+ m?s, mostly overhead with so little work", said)
 
 
 def test_padding_that_a_mask_names_is_left_out():

@@ -230,11 +230,12 @@ def first_step_sentence(step: StepResult, planning: StepPlanning, *, on_gpus: bo
     predicted = float(plan.notes["predicted_seconds"])
     said = f"lengthwise: a rank holds {held} tokens; step 1 on {counted(plan.ranks, 'rank')}: "
     said += f"{step.ring_token_ratio:.0%} of tokens in rings"
-    if is_mostly_overhead(predicted, on_gpus=on_gpus):
-        took = f"took {seconds(step.step_seconds)}, mostly overhead with so little work"
-        return f"{said}, {took}{_balance_sentence(step)}"
-    took = f"took {seconds(step.step_seconds)}, predicted {seconds(predicted)} (forward and backward only)"
-    return f"{said}, {step.idle_ratio:.0%} idle, {took}{_shared_sentence(step)}{_balance_sentence(step)}"
+    is_timed = not is_mostly_overhead(predicted, on_gpus=on_gpus)
+    said += f", {step.idle_ratio:.0%} idle" * is_timed
+    expected = f"predicted {seconds(predicted)} (forward and backward only)"
+    expected = expected if is_timed else "mostly overhead with so little work"
+    took = f"took {seconds(step.step_seconds)}, {expected}"
+    return f"{said}, {took}{_shared_sentence(step, is_timed=is_timed)}{_balance_sentence(step)}"
 
 
 def _balance_sentence(step: StepResult) -> str:
@@ -244,10 +245,11 @@ def _balance_sentence(step: StepResult) -> str:
     return "; the routers' balance loss is that of all tokens of the step, not a mean of microbatches"
 
 
-def _shared_sentence(step: StepResult) -> str:
-    """Say what prefixes computed once save, or nothing."""
+def _shared_sentence(step: StepResult, *, is_timed: bool) -> str:
+    """Say what prefixes computed once save, or nothing. is_timed: whether predictions of time mean anything."""
     took = saved_ratio(step.plan)
     if not step.plan.parents or took is None:
         return ""
     tokens = 1 - sum(step.plan.tokens) / step.num_tokens
-    return f"; prompts that rows share are computed once: {tokens:.0%} fewer tokens, {took:.0%} less time predicted"
+    time = f", {took:.0%} less time predicted" * is_timed
+    return f"; prompts that rows share are computed once: {tokens:.0%} fewer tokens{time}"
