@@ -37,6 +37,7 @@ _TOWER: dict[str, Any] = {
     "image_size": 16,
     "head_dim": 8,
     "num_position_embeddings": 16,
+    **dict.fromkeys(("mm_embed_dim", "mm_posemb_size", "position_embedding_size"), 16),
     "deepstack_visual_indexes": [],
 }
 _AXES = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}
@@ -49,7 +50,7 @@ _TEXTS: dict[str, dict[str, Any]] = {  # what a text part needs inside of such a
     **{name: {"pad_token_id": 0} for name in _PADDED},
     **{name: {"rope_parameters": _AXES} for name in _OF_AXES},
 }
-_PLACEHOLDERS = 100  # and above: no tokens of a row
+_PLACEHOLDERS = 100  # and above, behind the vocabulary: no tokens of a row
 
 
 def tiny_tower_config(whole: str, text: str, changes: Mapping[str, Any] | None = None, **others: Any) -> Any:
@@ -64,13 +65,14 @@ def tiny_tower_config(whole: str, text: str, changes: Mapping[str, Any] | None =
     }
     sub_configs: Any = kind.sub_configs
     for key in sub_configs:
-        part = getattr(base, key, None)
-        if key != "text_config" and part is not None:
+        if key != "text_config":
+            part = getattr(base, key, None) or sub_configs[key]()  # gemma4 has its towers only if a config lists them
             own = part.to_dict()
             names = {*own, *type(part).attribute_map}
             parts[key] = {"model_type": part.model_type, **{name: v for name, v in _TOWER.items() if name in names}}
+    first = max(_PLACEHOLDERS, parts["text_config"]["vocab_size"])
     tokens = {
-        key: _PLACEHOLDERS + number
+        key: first + number
         for number, key in enumerate(base.to_dict())
         if re.fullmatch(r"\w+_token_(id|index)", key) and "pad" not in key
     }

@@ -1,167 +1,255 @@
-"""Every family of README's table through every door, from a config of the form in which it is published.
-
-The model is written in bf16, as checkpoints are; each door computes in fp32. The first loss is plain Hugging Face's.
-"""
+"""Every family of README's table, in the form of its released checkpoint, through every door: the loss of plain
+Hugging Face in the first step, and a saved model that opens and has learned."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 
-import datasets
 import pytest
 import torch
-from testing import TOWER_PAIRS, tiny_family_config, tiny_tower_config
-from testing.tiny import VOCAB
+from testing import enliven
+from testing.tiny import ROPES, tiny_family_config
+from testing.towers import tiny_tower_config
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
 from trl import SFTConfig
 
-from integrations.preferences import tokenizer
-from integrations.trainers import arguments, padded, trained
+from integrations import grpo_runs
+from integrations.grpo_runs import Plain, Planned, compared
+from integrations.preferences import chats, tokenizer
+from integrations.trainers import Kept, arguments, in_trainers, padded
 from lengthwise import Session
-from lengthwise.config import load_config
-from lengthwise.core.errors import ConfigError
-from lengthwise.core.trained import WITH_TOWERS
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import SFTTrainer
-from run.small_runs import call, losses, make_rows, plain_loss, write_rows, write_run
+from run.small_runs import call, plain_loss, read_lines, relative, train, write_run
+from session.loops import in_ranks
 from tiers import more
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated"),  # TRL reads it
-    pytest.mark.filterwarnings("ignore:(train|eval)_dataset. .* without a label"),
-]
-README = Path(__file__).parents[2] / "README.md"
-ROWS = [{"input_ids": [each % VOCAB for each in row["input_ids"]]} for row in make_rows([9, 3, 14, 6])]
-LABELLED = [{**row, "labels": row["input_ids"]} for row in ROWS]
-GEMMA = {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 8}
-FORMS = {  # of releases, beside the family's own
-    "gemma4": (GEMMA, {**GEMMA, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
-                       "moe_intermediate_size": 24, "attention_k_eq_v": True, "num_global_key_value_heads": 1}),
-}  # fmt: skip
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # peft and TRL read it
+FP32, RANKS, CAPACITY, LR = torch.float32, 2, 256, 1e-3
+WORDS = {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+TIED = {"tie_word_embeddings": True}
+
+# Layers of Gemma 4: heads of another size without a window, in the three released forms.
+_GLOBAL = {"global_head_dim": 16, "final_logit_softcapping": 30.0}
+_PER_LAYER = {**_GLOBAL, "vocab_size_per_layer_input": len(tokenizer()), "use_double_wide_mlp": True}
+_KEYS_ARE_VALUES = {**_GLOBAL, "attention_k_eq_v": True, "num_global_key_value_heads": 1, "num_kv_shared_layers": 0}
+_KEYS_ARE_VALUES |= {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
+
+# By a name: (model_type of the whole, or None; that of the text part; changes of the text part, as released).
+FAMILIES = {
+    "qwen3": (None, "qwen3", {}),
+    "qwen3, tied": (None, "qwen3", TIED),
+    "qwen2": (None, "qwen2", {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}),
+    "llama": (None, "llama", {"rope_parameters": ROPES["llama3"]}),
+    "mistral": (None, "mistral", {"sliding_window": None}),
+    "ministral": (None, "ministral", {}),
+    "mixtral": (None, "mixtral", {"sliding_window": None}),
+    "gpt_oss": (None, "gpt_oss", {}),
+    "qwen3_moe": (None, "qwen3_moe", {"mlp_only_layers": []}),
+    "deepseek_v3": (None, "deepseek_v3", {}),
+    "glm4_moe": (None, "glm4_moe", {}),
+    "glm4_moe_lite": (None, "glm4_moe_lite", {}),
+    "gemma3_text": (None, "gemma3_text", {}),
+    "olmo3": (None, "olmo3", {}),
+    "phi3": (None, "phi3", {}),
+    "gemma2": (None, "gemma2", {}),
+    "qwen3_5": ("qwen3_5", "qwen3_5_text", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", {}),
+    "gemma3": ("gemma3", "gemma3_text", {}),
+    "gemma4": ("gemma4", "gemma4_text", _PER_LAYER),
+    "gemma4, keys are values": ("gemma4", "gemma4_text", _KEYS_ARE_VALUES),
+    "gemma4, experts": ("gemma4", "gemma4_text", {**_KEYS_ARE_VALUES, "enable_moe_block": True}),
+    "gemma4_text": (None, "gemma4_text", _PER_LAYER),
+    "mistral3": ("mistral3", "mistral", {"sliding_window": None}),
+    "mistral3, ministral3": ("mistral3", "ministral3", {}),
+    "qwen3_vl": ("qwen3_vl", "qwen3_vl_text", {}),
+    "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl_text", {}),
+    "kimi_k25": ("kimi_k25", "deepseek_v3", {}),
+    "glm4v_moe": ("glm4v_moe", "glm4v_moe_text", {}),
+    "internvl": ("internvl", "qwen2", {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}),
+    "internvl, experts": ("internvl", "qwen3_moe", {}),
+    "qwen3_next": (None, "qwen3_next", {}),
+    "kimi_linear": (None, "kimi_linear", {}),
+    "olmo_hybrid": (None, "olmo_hybrid", {}),
+    "nemotron_h": (None, "nemotron_h", {}),
+    "granitemoehybrid": (None, "granitemoehybrid", {}),
+    "bamba": (None, "bamba", {}),
+    "falcon_h1": (None, "falcon_h1", {}),
+    "lfm2": (None, "lfm2", {}),
+    "lfm2_moe": (None, "lfm2_moe", {}),
+}
 
 
-def families():
-    table = README.read_text().partition("## Models and what runs")[2].partition("\n## ")[0]
-    rows = [line.split("|") for line in table.splitlines() if line.startswith("|")]
-    return [name.strip(" `") for row in rows if row[3].strip().startswith("yes") for name in row[2].split(",")]
-
-
-FAMILIES = families()
-CASES = [(name, form) for name in FAMILIES for form in range(len(FORMS.get(name, ({},))))]
-
-
-def config_of(family, form):
-    changes = FORMS.get(family, ({},))[form]
-    pair = next((pair for pair in TOWER_PAIRS.values() if pair[0] == family), None)
-    return tiny_family_config(family, changes) if pair is None else tiny_tower_config(pair[0], pair[1], changes)
-
-
-def opened(folder):
-    kind = (
-        AutoModelForMultimodalLM
-        if json.loads((folder / "config.json").read_text())["model_type"] in WITH_TOWERS
-        else AutoModelForCausalLM
-    )
-    how = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    return kind.from_pretrained(folder, dtype=torch.float32, **how)
-
-
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    @cache
-    def write(family, form):
-        folder, config = tmp_path_factory.mktemp(family), config_of(family, form)
-        torch.manual_seed(5)
-        kind = AutoModelForMultimodalLM if family in WITH_TOWERS else AutoModelForCausalLM
-        kind.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
-        return folder, plain_loss(opened(folder).eval(), ROWS, torch.float32)
-
-    return write
-
-
-def run_file(folder, model):
-    return write_run(folder, ROWS, model=model, precision="fp32", steps=2, capacity_tokens=32)
-
-
-def by_train(model, folder):
-    path = run_file(folder, model)
-    assert call("train", path) == 0
-    assert len(losses(folder / "out")) == 2
-    assert list((folder / "out/model").glob("*.safetensors"))
-    return losses(folder / "out")
-
-
-def by_verify(model, folder):
-    assert call("verify", run_file(folder, model)) == 0
-
-
-def by_plan(model, folder):
-    assert call("plan", "--config", run_file(folder, model), "--ranks", 2, "--out", folder / "plan.json") == 0
-    assert json.loads((folder / "plan.json").read_text())["microbatches"]
-
-
-def by_simulate(model, folder):
-    (folder / "lengths.json").write_text("[9, 3, 14, 6]")
-    rest = ("--lengths", folder / "lengths.json", "--ranks", 2, "--batch-tokens", 32, "--batches", 1, "--capacity", 64)
-    assert call("simulate", "--model", model / "config.json", *rest) == 0
-
-
-def by_init(model, folder):
-    data = write_rows(folder / "rows.jsonl", ROWS)
-    made = folder / "my.yaml"
-    assert call("init", "--model", model, "--gpus", 1, "--hardware", "cpu", "--data", data, "--out", made) == 0
-    assert load_config(made, []).model == str(model)
-
-
-def by_session(model, folder):
-    own = opened(model).train()
-    optimizer, found = torch.optim.AdamW(own.parameters(), lr=3e-4), []
-    session = Session(own, optimizer, capacity_tokens=32)
-    for _ in range(2):
-        found.append(float(session.backward([row["input_ids"] for row in ROWS]).loss))
-        optimizer.step()
-        optimizer.zero_grad()
+@cache
+def rows():
+    """Return the tokens and labels of a few chats; only the assistant's turns have a loss."""
+    found = []
+    for chat in chats(6)["messages"]:
+        made = tokenizer().apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+        ids, mask = made["input_ids"], made["assistant_masks"]
+        found.append(
+            {"input_ids": ids, "labels": [each if kept else -100 for each, kept in zip(ids, mask, strict=True)]}
+        )
     return found
 
 
-def by_trainer(model, folder, kind=Trainer, **options):
-    args = arguments(folder, max_steps=2, warmup_steps=0, **options.pop("config", {}))
-    found = trained(kind, args, model=opened(model).train(), train_dataset=LABELLED, capacity_tokens=32, **options)
-    return [each["loss"] for each in found["logs"] if "loss" in each]
+def opened(folder, **how):
+    """Return a model as its user opens it; nothing is missing or left over."""
+    is_whole = "text_config" in json.loads((Path(folder) / "config.json").read_text())
+    kind = AutoModelForMultimodalLM if is_whole else AutoModelForCausalLM
+    how = {"dtype": FP32, "output_loading_info": True, **how}
+    model, loading = kind.from_pretrained(folder, **how)
+    assert not any(loading.values())
+    return model.train()
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Return a function that writes the checkpoint of a family once, in bf16 as published, with a tokenizer."""
+
+    @cache
+    def folder_of(name):
+        whole, text, changes = FAMILIES[name]
+        folder = tmp_path_factory.mktemp("model")
+        changes = {**WORDS, **changes}
+        config = tiny_tower_config(whole, text, changes) if whole else tiny_family_config(text, changes)
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            kind = AutoModelForMultimodalLM if whole else AutoModelForCausalLM
+            model = enliven(kind.from_config(config))
+            for each_name, each in model.named_buffers():
+                if each_name.endswith("layer_scalar"):  # Gemma 4's, 1 in a fresh model
+                    each.fill_(0.7)
+            model.to(torch.bfloat16).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+        return folder
+
+    return folder_of
+
+
+def run_file(folder, model, **keys):
+    (folder / "chats.jsonl").write_text("".join(json.dumps(each) + "\n" for each in chats(6)))
+    data = [{"path": "chats.jsonl"}]
+    keys = {"precision": "fp32", "capacity_tokens": CAPACITY, "optimizer": {"lr": LR}, **keys}
+    return write_run(folder, model=model, data=data, steps=1, global_batch={"sequences": 6}, **keys)
+
+
+def by_train(model, folder):
+    output = train(
+        run_file(folder, model, eval={"data": [{"path": "chats.jsonl"}], "every_steps": 1}), "--ranks", RANKS
+    )
+    return *(read_lines(output / f"{name}.jsonl")[-1]["loss"] for name in ("metrics", "eval")), output / "model"
+
+
+def by_session(model, folder):
+    def work(_rank):
+        own = opened(model)
+        optimizer = torch.optim.AdamW(own.parameters(), lr=LR)
+        with Session(own, optimizer, capacity_tokens=CAPACITY) as session:
+            before = session.backward(rows()).loss
+            optimizer.step()
+            after = session.evaluate(rows()).loss
+            session.save_pretrained(folder / "saved")
+        return before, after
+
+    return *in_ranks(work, RANKS, folder)[0], folder / "saved"
+
+
+def by_trainer(model, folder, kind=Trainer, made=opened, **given):
+    given = {"train_dataset": rows(), "eval_dataset": rows(), "data_collator": padded, "args": {}, **given}
+    changes = {"max_steps": 1, "learning_rate": LR, "lr_scheduler_type": "constant", "warmup_steps": 0, "bf16": False}
+    changes |= {"per_device_train_batch_size": 6 // RANKS, **given.pop("args")}
+
+    def work(_rank):
+        kept = Kept()
+        args = arguments(folder, RANKS, **changes)
+        trainer = kind(model=made(model), args=args, callbacks=[kept], capacity_tokens=CAPACITY, **given)
+        trainer.train()
+        after = trainer.evaluate()["eval_loss"]
+        trainer.save_model(str(folder / "saved"))
+        return kept.logs[0]["loss"], after
+
+    return *in_trainers(work, RANKS, folder)[0], folder / "saved"
 
 
 def by_sft(model, folder):
-    config = {
-        "kind": SFTConfig,
-        "max_length": None,
-        "router_aux_loss_coef": 0.0,
-        "dataset_kwargs": {"skip_prepare_dataset": True},
-    }
-    rows = {"train_dataset": datasets.Dataset.from_list(LABELLED), "processing_class": tokenizer()}
-    args = arguments(folder, max_steps=2, warmup_steps=0, **config)
-    found = trained(SFTTrainer, args, model=opened(model).train(), capacity_tokens=32, data_collator=padded, **rows)
-    return [each["loss"] for each in found["logs"] if "loss" in each]
+    config = {"kind": SFTConfig, "max_length": None, "assistant_only_loss": True}
+    data = dict.fromkeys(("train_dataset", "eval_dataset"), chats(6))
+    own = {"data_collator": None, "processing_class": tokenizer()}
+    return by_trainer(model, folder, SFTTrainer, str, args=config, **data, **own)
 
 
-DOORS = {"init": by_init, "simulate": by_simulate, "plan": by_plan, "verify": by_verify, "train": by_train}
-DOORS |= {"session": by_session, "trainer": by_trainer, "sft": by_sft}
-CELLS = [(*case, door) for case in CASES for door in DOORS]
-BY_DEFAULT = {("gemma4", "train"), ("gemma4", "plan"), ("qwen3_moe", "trainer"), ("nemotron_h", "session")}
-BY_DEFAULT |= {("internvl", "sft")}
+DOORS = {"train": by_train, "session": by_session, "trainer": by_trainer, "sft": by_sft}
+DEFAULT = {
+    *(("gemma4", door) for door in DOORS),
+    ("qwen3_moe", "train"),
+    ("qwen3_moe", "session"),
+    ("lfm2", "train"),
+    ("lfm2", "trainer"),
+}
 
 
-@pytest.mark.parametrize(
-    ("family", "form", "door"), [cell if (cell[0], cell[2]) in BY_DEFAULT else more(*cell) for cell in CELLS]
-)
-def test_a_family_passes_every_door(family, form, door, written, tmp_path):
-    model, expected = written(family, form)
-    if door in ("trainer", "sft") and not getattr(type(opened(model)), "accepts_loss_kwargs", True):
-        with pytest.raises(ConfigError, match="takes no num_items_in_batch"):  # a mean over a microbatch
-            DOORS[door](model, tmp_path)
-        return
-    found = DOORS[door](model, tmp_path)
-    if found is not None:
-        assert found[0] == pytest.approx(expected, rel=2e-4)
-        assert len(found) == 2
-        assert found[1] < found[0]
+def cases(*doors):
+    cells = [(name, door) for name in FAMILIES for door in doors]
+    return [cell if cell in DEFAULT else more(*cell) for cell in cells]
+
+
+@pytest.mark.parametrize(("name", "door"), cases(*DOORS))
+def test_the_first_loss_is_that_of_plain_hugging_face_and_what_is_saved_has_learned(name, door, folder_of, tmp_path):
+    folder = folder_of(name)
+    before, after, saved = DOORS[door](folder, tmp_path)
+    own, plain = opened(saved), opened(folder, experts_implementation="eager")
+    bar = 5e-5 if door == "sft" else 5e-6
+    assert relative(before, plain_loss(plain, rows(), FP32)) < bar
+    assert relative(after, plain_loss(own, rows(), FP32)) < bar
+    assert after < before
+    found, given = own.state_dict(), plain.state_dict()
+    assert found.keys() == given.keys()
+    towers = (
+        [name for name in given if not re.match(r"(model\.language_model|lm_head)\.", name)]
+        if FAMILIES[name][0]
+        else []
+    )
+    assert all(torch.equal(found[each], given[each]) for each in towers)
+    assert bool(towers) == bool(FAMILIES[name][0])
+
+
+@pytest.mark.parametrize("name", [name if name == "gemma4" else more(name) for name in FAMILIES])
+def test_the_tools_take_it(name, folder_of, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    folder = folder_of(name)
+    path = run_file(tmp_path, folder)
+    (tmp_path / "lengths.json").write_text("[500, 700, 900]")
+    sizes = ("--gpus", 2, "--lengths", "lengths.json", "--batch-tokens", "4K", "--batches", 1)
+    for verb in (
+        ("init", "--model", folder, "--data", "chats.jsonl", "--gpus", 2, "--hardware", "cpu", "--out", "own.yaml"),
+        ("data", "own.yaml"),
+        ("data", path),
+        ("simulate", "--model", folder, *sizes),
+        ("plan", "--config", path, "--ranks", 2, "--out", "plan.json"),
+        ("verify", path, "--ranks", 2),
+    ):
+        assert call(*verb) == 0, (verb, capfd.readouterr())
+
+
+GRPO = {"max_steps": 1, "max_completion_length": 8, "gradient_accumulation_steps": 1, "learning_rate": LR}
+
+
+@pytest.mark.parametrize("name", [name if name == "gemma4" else more(name) for name in FAMILIES])
+def test_grpo_is_that_of_plain_trl(name, folder_of, tmp_path):
+    """Completions are those that transformers generates with the family's own cache."""
+
+    def run(kind, **options):
+        return grpo_runs.trained(kind, tmp_path, 1, opened(folder_of(name)), config=GRPO, generates=True, **options)
+
+    compared(run(Planned, capacity_tokens=CAPACITY), run(Plain), tolerance=1e-4, weights=1e-4)
+
+
+def test_every_model_of_the_table_is_here():
+    table = (Path(__file__).parents[2] / "README.md").read_text().partition("## Models and what runs")[2]
+    lines = [line.split("|") for line in table.splitlines() if line.startswith("| ") and "| yes" in line]
+    named = {name for line in lines for name in re.findall(r"`(\w+)`", line[2])}
+    assert len(named) > 30
+    assert named <= {whole or text for whole, text, _ in FAMILIES.values()}

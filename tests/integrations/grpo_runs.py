@@ -8,11 +8,11 @@ from unittest.mock import patch
 
 import datasets
 import torch
-from preferences import tokenizer
-from trainers import Kept, difference, weights_of
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation import vllm_generation
 
+from integrations.preferences import tokenizer
+from integrations.trainers import Kept, difference, weights_of
 from lengthwise.integrations.trl import GRPOTrainer as PlannedGRPOTrainer
 from lengthwise.integrations.trl import RLOOTrainer as PlannedRLOOTrainer
 from lengthwise.models import keep_double

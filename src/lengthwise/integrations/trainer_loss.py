@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
@@ -41,6 +42,17 @@ def is_of_labels(model: Any) -> bool:
     forward = getattr(model, "_original_forward", model.forward)  # accelerate wraps it in autocast
     made = (getattr(forward, "__func__", forward), model.loss_function, *model._forward_hooks.values())
     return all(str(getattr(each, "__module__", None)).startswith(_LIBRARIES) for each in made)
+
+
+def takes_items(model: Any) -> bool:
+    """Return whether a library's loss of a model takes num_items_in_batch, also if its class denies it (with towers).
+
+    Trainer would divide the loss of such a model by its number of microbatches, which differ in size here.
+    """
+    own = hugging_face_model(model)
+    forward = getattr(own, "_original_forward", own.forward)
+    takes = any(each.kind is each.VAR_KEYWORD for each in inspect.signature(forward).parameters.values())
+    return takes and is_of_labels(model)
 
 
 def is_next_tokens(trainer: Any) -> bool:

@@ -32,7 +32,7 @@ from lengthwise.integrations.arguments import (
 )
 from lengthwise.integrations.batches import Examples, PlannedUpdates, RowCollator, checked
 from lengthwise.integrations.known import check_rows, rows_of_loader, rows_of_training, warn_of_no_label
-from lengthwise.integrations.trainer_loss import balance_of, check_division, is_next_tokens, loss_of
+from lengthwise.integrations.trainer_loss import balance_of, check_division, is_next_tokens, loss_of, takes_items
 from lengthwise.integrations.trainer_state import load_state, save_state
 from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
@@ -94,6 +94,8 @@ class PlannedTrainerMixin(_Base):
             raise_problems(keyword_problems(self._session_options))
         super().__init__(*positional, **kwargs)
         check_adapters(self.model)
+        self._is_denied = not self.model_accepts_loss_kwargs and not is_next_tokens(self)  # by the model's class
+        self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or takes_items(self.model)
         self._check_division()
 
     # What a subclass for another library overrides.
@@ -295,12 +297,12 @@ class PlannedTrainerMixin(_Base):
             return self.compute_loss(self.model_wrapped, dict(inputs), num_items_in_batch=normalizer)  # type: ignore[arg-type]
 
     def _check_loss(self, normalizer: float) -> None:
-        """Refuse a user's loss that does not divide by num_items_in_batch, such as a mean over a microbatch.
+        """Refuse a loss that does not divide by num_items_in_batch, such as a mean over a microbatch.
 
         Raises:
             ConfigError: twice the num_items_in_batch does not halve the loss.
         """
-        self._loss_is_checked = self._divides_by_items()
+        self._loss_is_checked = self._divides_by_items() and not self._is_denied
         if self._loss_is_checked:
             return
         losses = [self._evaluated(self._planned, factor * normalizer).loss for factor in (1.0, 2.0)]

@@ -7,6 +7,7 @@ native code by them. Weights are loaded whole or drawn from the seed. Remote cod
 from __future__ import annotations
 
 import copy
+import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -74,6 +75,11 @@ class ModelSource:
     def text(self) -> Any:
         """Config of the text part, which trains."""
         return text_config(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype to build the model in, on every rank, whatever dtype its config publishes: fp64 for such weights."""
+        return torch.float64 if self.weights and self.config.dtype == torch.float64 else torch.float32
 
 
 def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) -> ModelSource:
@@ -187,7 +193,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     computing: dict[str, Any] = {"attn_implementation": of_text, "experts_implementation": EXPERTS}
     if not stored:
         with _parameters_on_meta():
-            made = _class_of(source.config).from_config(copy.deepcopy(source.config), **computing)
+            made = _class_of(source.config).from_config(copy.deepcopy(source.config), dtype=source.dtype, **computing)
         if source.weights:
             _read_generation_config(made, source.name)
         return text_part(made.train())
@@ -198,7 +204,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            made = _class_of(config).from_config(config, dtype=torch.float32, **computing)
+            made = _class_of(config).from_config(config, dtype=source.dtype, **computing)
             return text_part(made.train())
         except (ValueError, RuntimeError) as error:  # for example initializer_range is NaN
             raise _refuse_config(_where(config), error) from error
@@ -224,12 +230,11 @@ def weights_folder(name: str) -> Path:
 
 
 def _load(source: ModelSource, **options: Any) -> Any:
-    dtype = torch.float64 if source.config.dtype == torch.float64 else torch.float32
     try:
         loaded: Any = _class_of(source.config).from_pretrained(
             source.name,
             config=copy.deepcopy(source.config),  # the file's own config could choose kernels
-            dtype=dtype,
+            dtype=source.dtype,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # so that they are listed, and refused below with the others
             use_safetensors=True,
@@ -243,8 +248,10 @@ def _load(source: ModelSource, **options: Any) -> Any:
     _refuse_other_weights(source.name, loading)
     whole_numbers = [re.escape(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()]
     left_aside = [*whole_numbers, *(model._keys_to_ignore_on_load_unexpected or ())]
-    check_dtypes(weights_folder(source.name), widest=dtype, but=left_aside)
-    check_finite(f"model {source.name}", model.state_dict().items())
+    check_dtypes(weights_folder(source.name), widest=source.dtype, but=left_aside)
+    # Infinite buffers are limits that do not limit (towers of Gemma 4).
+    limits = {name: each.nan_to_num(math.nan, 0.0, 0.0) for name, each in model.named_buffers()}
+    check_finite(f"model {source.name}", {**model.state_dict(), **limits}.items())
     return model
 
 
