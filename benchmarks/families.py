@@ -297,6 +297,13 @@ a run's start. It was not run on a GPU ([more](gpu.md#what-a-run-does-there)).
 - `reference`: plain matrix products in fp32, which are slow; no fused kernel here caps scores. `plan` and `simulate`
   price it at the speed of flash attention, too.
 
+## Loaded in bf16
+
+`from_pretrained` in bf16 keeps weights of routers or states in fp32 for some models: DeepSeek-V3, GLM-4.5 to 4.7 and
+GLM-4.5V, Kimi K2.5 and Kimi Linear, Nemotron 3 Nano, OLMo Hybrid. `Session` and the trainers refuse such a model,
+because weights that train are of one dtype. Load it with `dtype=torch.float32` and give `Session` `precision="bf16"`, a
+trainer `bf16=True`; or call `model.to(torch.bfloat16)`. Run files, and TRL's trainers with a name, load in fp32.
+
 ## A checkpoint with a tower
 
 A checkpoint with a tower for images or sounds (google/gemma-3-12b-it is `Gemma3ForConditionalGeneration`) trains on
