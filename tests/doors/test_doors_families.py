@@ -28,6 +28,7 @@ from tiers import more
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # peft and TRL read it
 FP32, RANKS, CAPACITY, LR = torch.float32, 2, 256, 1e-3
+UNBALANCED = {"router_aux_loss_coef": 0.0}  # TRL's, of mixtures of experts: the loss is that of the tokens alone
 WORDS = {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
 TIED = {"tie_word_embeddings": True}
 
@@ -194,7 +195,7 @@ def by_trainer(model, folder, kind=Trainer, made=opened, **given):
 
 
 def by_sft(model, folder):
-    config = {"kind": SFTConfig, "max_length": None, "assistant_only_loss": True}
+    config = {"kind": SFTConfig, "max_length": None, "assistant_only_loss": True, **UNBALANCED}
     data = dict.fromkeys(("train_dataset", "eval_dataset"), chats(6))
     own = {"data_collator": None, "processing_class": tokenizer()}
     return by_trainer(model, folder, SFTTrainer, str, args=config, **data, **own)
@@ -253,6 +254,7 @@ def test_the_tools_take_it(name, folder_of, tmp_path, monkeypatch, capfd):
         assert call(*verb) == 0, (verb, capfd.readouterr())
 
 
+NO_BALANCE = {"glm4v_moe", "granitemoehybrid", "internvl, experts"}  # plain TRL fails on their balance loss
 GRPO = {"max_steps": 1, "max_completion_length": 8, "gradient_accumulation_steps": 1, "learning_rate": LR}
 
 
@@ -261,7 +263,8 @@ def test_grpo_is_that_of_plain_trl(name, folder_of, tmp_path):
     """Completions are those that transformers generates with the family's own cache."""
 
     def run(kind, **options):
-        return grpo_runs.trained(kind, tmp_path, 1, opened(folder_of(name)), config=GRPO, generates=True, **options)
+        config = GRPO | (UNBALANCED if name in NO_BALANCE else {})
+        return grpo_runs.trained(kind, tmp_path, 1, opened(folder_of(name)), config=config, generates=True, **options)
 
     compared(run(Planned, capacity_tokens=CAPACITY), run(Plain), tolerance=1e-4, weights=1e-4)
 
