@@ -7,7 +7,6 @@ native code by them. Weights are loaded whole or drawn from the seed. Remote cod
 from __future__ import annotations
 
 import copy
-import math
 import re
 import shutil
 from collections.abc import Iterator
@@ -204,8 +203,7 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            made = _class_of(config).from_config(config, dtype=source.dtype, **computing)
-            return text_part(made.train())
+            return text_part(_class_of(config).from_config(config, dtype=source.dtype, **computing).train())
         except (ValueError, RuntimeError) as error:  # for example initializer_range is NaN
             raise _refuse_config(_where(config), error) from error
 
@@ -249,8 +247,7 @@ def _load(source: ModelSource, **options: Any) -> Any:
     whole_numbers = [re.escape(name) for name, buffer in model.named_buffers() if not buffer.is_floating_point()]
     left_aside = [*whole_numbers, *(model._keys_to_ignore_on_load_unexpected or ())]
     check_dtypes(weights_folder(source.name), widest=source.dtype, but=left_aside)
-    # Infinite buffers are limits that do not limit (towers of Gemma 4).
-    limits = {name: each.nan_to_num(math.nan, 0.0, 0.0) for name, each in model.named_buffers()}
+    limits = {name: each.nan_to_num(torch.nan, 0.0, 0.0) for name, each in model.named_buffers()}  # may be infinite
     check_finite(f"model {source.name}", {**model.state_dict(), **limits}.items())
     return model
 
@@ -284,8 +281,7 @@ def build_skeleton(config: Any) -> Any:
     """
     try:
         with torch.device("meta"):  # with a copy, because Hugging Face writes into the config
-            made = _class_of(config).from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
-            return text_part(made)
+            return text_part(_class_of(config).from_config(copy.deepcopy(config), experts_implementation=EXPERTS))
     except Exception as error:  # the model's own code, with values from outside
         raise _refuse_config(_where(config), error) from error
 
