@@ -73,6 +73,16 @@ def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
         assert (problem.where, name in problem.got) == ("optim", True)
 
 
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["fp16", "mixed"])
+def test_dtypes_that_cannot_train_are_refused_when_the_trainer_is_made(tmp_path, is_mixed):
+    model = small_model(torch.float32)
+    (model.get_output_embeddings().to(torch.bfloat16) if is_mixed else model.half()).requires_grad_(True)
+    with pytest.raises(ModelRefused, match="trainable parameters of one dtype"):
+        planned(arguments(tmp_path), model=model)
+    model.requires_grad_(False)
+    planned(arguments(tmp_path), model=model)  # the user may choose what trains later
+
+
 def test_fused_layers_are_those_of_the_session_and_transformers_is_not_patched(tmp_path):
     args = arguments(tmp_path, use_liger_kernel=True)
     trainer = planned(args)

@@ -37,6 +37,7 @@ from lengthwise.integrations.trainer_state import load_state, save_state
 from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
 from lengthwise.session.keywords import StepOptions, keyword_problems
+from lengthwise.session.model import check_trained_dtype
 from lengthwise.session.row_batch import Row
 
 _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of plain data parallelism
@@ -94,6 +95,7 @@ class PlannedTrainerMixin(_Base):
             raise_problems(keyword_problems(self._session_options))
         super().__init__(*positional, **kwargs)
         check_adapters(self.model)
+        check_trained_dtype(self.model)
         self._check_division()
 
     # What a subclass for another library overrides.
