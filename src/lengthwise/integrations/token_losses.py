@@ -69,6 +69,8 @@ class TokenLossMixin(PlannedTrainerMixin):
     """Runs model and reference forward for values of every token, and the model backward by weights of these."""
 
     _reference: Session | None = None
+    _place_of_reference: torch.device
+    precompute_ref_logps = False  # TRL's DPOTrainer sets it
 
     _router_loss = 0.0
     """The balance loss of the routers over all tokens of the last pass."""
@@ -91,7 +93,8 @@ class TokenLossMixin(PlannedTrainerMixin):
         return False
 
     def _start_session(self, optimizer: Any) -> Session:
-        if self.ref_model is not None:  # its memory counts when the model is measured
+        # Its memory counts when the model is measured.
+        if self.ref_model is not None and not self.precompute_ref_logps:
             self.ref_model.to(self.args.device)
         with self._balancing():
             return super()._start_session(optimizer)
@@ -105,14 +108,27 @@ class TokenLossMixin(PlannedTrainerMixin):
         return session
 
     def _session_of_reference(self) -> Session:
+        """Return the session of the reference, which is the model itself if there is no other."""
         if self._reference is None:
-            capacity = self._trained().capacity_tokens  # forward alone needs less
-            options = {**self._session_options, "recompute": "none", "capacity_tokens": capacity, "offload": None}
             # Whole on each rank: it has no gradients and states.
-            options |= {"shard": "zero1", "ranks_per_node": None, "stages": 1, "virtual": 1}
-            reference = self.ref_model.to(self.args.device).requires_grad_(False)
-            self._reference = Session(reference, timeout_seconds=float(self.args.ddp_timeout), **options)
+            whole = {"shard": "zero1", "ranks_per_node": None, "stages": 1, "virtual": 1}
+            options = {**self._session_options, "recompute": "none", "offload": None, **whole}
+            if self.session is not None:
+                options["capacity_tokens"] = self.session.capacity_tokens  # forward alone needs less
+            if self.ref_model is not None:
+                self.ref_model.requires_grad_(False)
+            reference = self.ref_model or self.model
+            self._place_of_reference = next(reference.parameters()).device
+            timeout = float(self.args.ddp_timeout)
+            self._reference = Session(reference.to(self.args.device), timeout_seconds=timeout, **options)
         return self._reference
+
+    def _end_reference(self) -> None:
+        """Close the session of the reference, and move the reference back to where it was."""
+        if self._reference is not None:
+            self._reference.close()
+            self._reference.model.to(self._place_of_reference)
+            self._reference = None
 
     @property
     def _wide(self) -> torch.dtype:
@@ -282,3 +298,19 @@ def ungathered(accelerator: Any) -> Iterator[None]:
     finally:
         for name, each in kept.items():
             setattr(accelerator, name, each)
+
+
+class AloneOnRank:
+    """Stands for an accelerator on a rank that has the numbers of all ranks and keeps them itself."""
+
+    is_main_process = True
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Return the values, which are those of all ranks."""
+        return values
