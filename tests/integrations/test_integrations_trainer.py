@@ -359,3 +359,27 @@ def test_the_saved_model_stops_where_that_of_the_plain_trainer_does(tmp_path, ra
         got, expected = (json.loads((tmp_path / kind / name).read_text()) for kind in ("planned", "plain"))
         assert got == expected
         assert (got["eos_token_id"], got["pad_token_id"]) == (1 if name == "config.json" else [1, 9], 0)
+
+
+def scores(of):
+    """Return numbers of all that `compute_metrics` gets: logits of labels, or their share that is most likely."""
+    has = of.label_ids[:, 1:] != -100
+    labels = torch.tensor(of.label_ids[:, 1:]).clamp(min=0)
+    found = torch.tensor(of.predictions)[:, :-1]
+    picked = found.gather(2, labels[..., None])[..., 0] if found.dim() == 3 else found == labels
+    numbers = {"size": found.numel(), "sum": (picked * torch.tensor(has)).sum().item(), "losses": len(of.losses)}
+    return {**numbers, "labels": of.label_ids.sum().item(), "inputs": of.inputs.clip(0).sum().item()}
+
+
+@pytest.mark.parametrize("preprocess", [lambda logits, labels: logits.argmax(-1), more(None)])
+def test_metrics_of_an_evaluation_get_the_logits_of_all_rows(tmp_path, preprocess):
+    def work(kind, ranks, _rank):
+        args = arguments(tmp_path / "out", ranks, include_for_metrics=["inputs", "loss"])
+        given = {"eval_dataset": data(LENGTHS[:7]), "data_collator": padded, "compute_metrics": scores}
+        given["preprocess_logits_for_metrics"] = preprocess
+        found = kind(model=small_model(torch.float32), args=args, **given).evaluate()
+        return [found[f"eval_{name}"] for name in ("size", "sum", "losses", "labels", "inputs")]
+
+    (expected,) = in_trainers(partial(work, Trainer, 1), 1, tmp_path)
+    for found in in_trainers(partial(work, PLANNED, 2), 2, tmp_path):
+        assert found == pytest.approx(expected, rel=1e-5)

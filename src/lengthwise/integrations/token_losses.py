@@ -19,7 +19,7 @@ from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
-from lengthwise.integrations.arguments import OFF, Refusal
+from lengthwise.integrations.arguments import NEED_LOGITS, OFF, Refusal
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import coefficient_key, has_dropout
 from lengthwise.session import Session, StepResult
@@ -78,6 +78,8 @@ class TokenLossMixin(PlannedTrainerMixin):
     """The same, as TRL's last loss got it."""
     _coefficient: float | None = None
     """The gradient of TRL's last loss by it; None: the coefficient of TRL's argument."""
+
+    _refused_callables = NEED_LOGITS
 
     def _check_division(self) -> None:
         """Accept a mean: TRL's loss gets all rows of a batch at once."""
@@ -284,33 +286,3 @@ def field_of(found: FusedCausalLMOutput, name: str) -> Tensor:
     values = getattr(found, name)
     assert values is not None, "TRL asked its head for it"
     return values[0]
-
-
-@contextmanager
-def ungathered(accelerator: Any) -> Iterator[None]:
-    """Make the accelerator's collectives return their argument, which is this rank's or the same on all ranks."""
-    names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
-    kept = {name: getattr(accelerator, name) for name in names}
-    for name in names:
-        setattr(accelerator, name, lambda value, *_, **__: value)
-    try:
-        yield
-    finally:
-        for name, each in kept.items():
-            setattr(accelerator, name, each)
-
-
-class AloneOnRank:
-    """Stands for an accelerator on a rank that has the numbers of all ranks and keeps them itself."""
-
-    is_main_process = True
-
-    def __init__(self, accelerator: Any) -> None:
-        self._accelerator = accelerator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def gather_for_metrics(self, values: Any) -> Any:
-        """Return the values, which are those of all ranks."""
-        return values

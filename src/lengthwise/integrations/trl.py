@@ -26,11 +26,12 @@ except ModuleNotFoundError as error:
     raise lacking(error, "trl") from None
 
 from lengthwise.data import NO_LOSS
+from lengthwise.integrations.accelerators import AloneOnRank, ungathered
 from lengthwise.integrations.arguments import Refusal
 from lengthwise.integrations.batches import Examples, refuse_dropped
 from lengthwise.integrations.grpo import GRPOTrainer as GRPOTrainer
 from lengthwise.integrations.grpo import RLOOTrainer as RLOOTrainer
-from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, AloneOnRank, Answers, TokenLossMixin, ungathered
+from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.session import StepResult
 from lengthwise.session.row_batch import Row
