@@ -34,6 +34,11 @@ class Stream(IterableDataset):
         return iter(data() * 4)
 
 
+class ShortStream(IterableDataset):
+    def __iter__(self):
+        return iter(data()[:5])
+
+
 def with_z_loss(outputs, labels, num_items_in_batch=None):
     """What users write: it shifts by itself, and pads nothing."""
     logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
@@ -383,3 +388,17 @@ def test_metrics_of_an_evaluation_get_the_logits_of_all_rows(tmp_path, preproces
     (expected,) = in_trainers(partial(work, Trainer, 1), 1, tmp_path)
     for found in in_trainers(partial(work, PLANNED, 2), 2, tmp_path):
         assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_batches_left_at_the_end_of_a_stream_add_to_the_next_update(tmp_path):
+    changes, given = (
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+        {"train_dataset": ShortStream()},
+    )
+    expected = trained(Trainer, arguments(tmp_path, max_steps=3, **changes), **given)
+    kind = partial(PlannedTrainer, capacity_tokens=2 * CAPACITY)
+    found = trained(kind, arguments(tmp_path, max_steps=3, **changes), **given)
+    for got, wanted in zip(found["logs"][:3], expected["logs"][:3], strict=True):
+        names = ("loss", "grad_norm", "num_input_tokens_seen", "epoch")
+        assert [got[name] for name in names] == pytest.approx([wanted[name] for name in names], rel=1e-4)
+    assert difference(found["weights"], expected["weights"]) < 2e-4

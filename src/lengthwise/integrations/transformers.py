@@ -253,8 +253,11 @@ class PlannedTrainerMixin(_Base):
         return self.session
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Run the whole update at its last batch; return the loss of the global batch, 0 for the others."""
-        if not self.accelerator.sync_gradients:
+        """Run the whole update at its last batch; return the loss of the global batch, 0 for the others.
+
+        As in Trainer, gradients of the batches that a stream has left at its end add to those of the next update.
+        """
+        if not self.accelerator.sync_gradients and inputs is not self._batches[-1]:
             return torch.zeros((), device=self.args.device)
         self.model.train()
         loss, self._last = self._update(float(num_items_in_batch or 1))
