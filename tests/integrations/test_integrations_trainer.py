@@ -377,9 +377,8 @@ def scores(of):
 def test_metrics_of_an_evaluation_get_the_logits_of_all_rows(tmp_path, preprocess):
     def work(kind, ranks, _rank):
         args = arguments(tmp_path / "out", ranks, include_for_metrics=["inputs", "loss"])
-        given = {"eval_dataset": data(LENGTHS[:7]), "data_collator": padded, "compute_metrics": scores}
-        given["preprocess_logits_for_metrics"] = preprocess
-        found = kind(model=small_model(torch.float32), args=args, **given).evaluate()
+        given = {"compute_metrics": scores, "preprocess_logits_for_metrics": preprocess, "data_collator": padded}
+        found = kind(model=small_model(torch.float32), args=args, **given).evaluate(data(LENGTHS[:7]))
         return [found[f"eval_{name}"] for name in ("size", "sum", "losses", "labels", "inputs")]
 
     (expected,) = in_trainers(partial(work, Trainer, 1), 1, tmp_path)
@@ -393,8 +392,9 @@ def test_batches_left_at_the_end_of_a_stream_add_to_the_next_update(tmp_path):
         stream = Stream()
         stream.rows = data()[:5]
         found = trained(kind, args, train_dataset=stream)
-        names = ("loss", "grad_norm", "num_input_tokens_seen", "epoch")
-        return [log[name] for log in found["logs"][:2] for name in names]
+        return [
+            log[name] for log in found["logs"][:2] for name in ("loss", "grad_norm", "num_input_tokens_seen", "epoch")
+        ]
 
     (expected,) = in_trainers(partial(work, Trainer), 1, tmp_path)
     (found,) = in_trainers(partial(work, partial(PlannedTrainer, capacity_tokens=2 * CAPACITY)), 1, tmp_path)
