@@ -365,11 +365,10 @@ def test_the_saved_model_stops_where_that_of_the_plain_trainer_does(tmp_path, ra
 
 def scores(of):
     """Return numbers of all that `compute_metrics` gets: logits of labels, or their share that is most likely."""
-    has = of.label_ids[:, 1:] != -100
-    labels = torch.tensor(of.label_ids[:, 1:]).clamp(min=0)
-    found = torch.tensor(of.predictions)[:, :-1]
+    given, found = torch.tensor(of.label_ids[:, 1:]), torch.tensor(of.predictions)[:, :-1]
+    labels = given.clamp(min=0)
     picked = found.gather(2, labels[..., None])[..., 0] if found.dim() == 3 else found == labels
-    numbers = {"size": found.numel(), "sum": (picked * torch.tensor(has)).sum().item(), "losses": len(of.losses)}
+    numbers = {"size": found.numel(), "sum": (picked * (given >= 0)).sum().item(), "losses": len(of.losses)}
     return {**numbers, "labels": of.label_ids.sum().item(), "inputs": of.inputs.clip(0).sum().item()}
 
 
@@ -389,8 +388,7 @@ def test_metrics_of_an_evaluation_get_the_logits_of_all_rows(tmp_path, preproces
 def test_batches_left_at_the_end_of_a_stream_add_to_the_next_update(tmp_path):
     def work(kind, _rank):
         args = arguments(tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
-        stream = Stream()
-        stream.rows = data()[:5]
+        (stream := Stream()).rows = data()[:5]
         found = trained(kind, args, train_dataset=stream)
         return [
             log[name] for log in found["logs"][:2] for name in ("loss", "grad_norm", "num_input_tokens_seen", "epoch")
