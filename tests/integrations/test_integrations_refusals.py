@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, ModelRefused, Problems
-from lengthwise.integrations.arguments import CALLABLES, KEPT, REFUSED, WITHOUT_EFFECT, problems_of
+from lengthwise.integrations.arguments import KEPT, NEED_LOGITS, REFUSED, WITHOUT_EFFECT, problems_of
 from lengthwise.integrations.batches import rows_of
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
@@ -36,9 +36,9 @@ def test_every_argument_stands_in_one_table():
 
 def test_the_page_names_all_that_is_refused():
     page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
-    reasons = {**{name: why for name, (_, why) in REFUSED.items()}, **CALLABLES}
+    reasons = {**{name: why for name, (_, why) in REFUSED.items()}, **NEED_LOGITS}
     lacking = [
-        name for name, why in reasons.items() if not re.search(rf"\| `{name}` \| .* \| {re.escape(why)} \|", page)
+        name for name, why in reasons.items() if not re.search(rf"\| `{name}`.* \| .* \| {re.escape(why)} \|", page)
     ]
     assert not lacking
 
@@ -63,14 +63,24 @@ def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
         setattr(args, name, OTHERS.get(name, True))  # as they are after `__post_init__`, which would start some
     args.activation_checkpointing_kwargs = {"every_n_layers": 2}
     with pytest.raises(Problems) as raised:
-        planned(args, compute_metrics=lambda _: {})
+        planned(args)
     said = {each.where for each in raised.value.problems}
-    assert said == {*REFUSED, "activation_checkpointing_kwargs.every_n_layers", "compute_metrics"}
+    assert said == {*REFUSED, "activation_checkpointing_kwargs.every_n_layers"}
     names = [each.value for each in OptimizerNames if "bit" in each.value or "bnb" in each.value]
     assert {"adamw_8bit", "adamw_torch_4bit", "paged_lion_8bit"} <= set(names)
     for name in names:
-        (problem,) = problems_of(arguments(tmp_path, optim=name), callables=())
+        (problem,) = problems_of(arguments(tmp_path, optim=name), callables={})
         assert (problem.where, name in problem.got) == ("optim", True)
+
+
+@pytest.mark.parametrize("is_mixed", [False, True], ids=["fp16", "mixed"])
+def test_dtypes_that_cannot_train_are_refused_when_the_trainer_is_made(tmp_path, is_mixed):
+    model = small_model(torch.float32)
+    (model.get_output_embeddings().to(torch.bfloat16) if is_mixed else model.half()).requires_grad_(True)
+    with pytest.raises(ModelRefused, match="trainable parameters of one dtype"):
+        planned(arguments(tmp_path), model=model)
+    model.requires_grad_(False)
+    planned(arguments(tmp_path), model=model)  # the user may choose what trains later
 
 
 def test_fused_layers_are_those_of_the_session_and_transformers_is_not_patched(tmp_path):
@@ -95,9 +105,9 @@ def test_an_argument_of_a_later_version_is_refused_unless_it_has_its_default(tmp
     known = dataclasses.fields(args)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataclasses, "fields", lambda _: (*known, field))
-        assert problems_of(args, callables=()) == []
+        assert problems_of(args, callables={}) == []
         args.halves = 4
-        (problem,) = problems_of(args, callables=())
+        (problem,) = problems_of(args, callables={})
     assert problem.where == "halves"
 
 

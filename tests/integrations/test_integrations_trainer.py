@@ -30,8 +30,10 @@ PLANNED = partial(PlannedTrainer, capacity_tokens=CAPACITY)
 
 
 class Stream(IterableDataset):
+    rows = data() * 4
+
     def __iter__(self):
-        return iter(data() * 4)
+        return iter(self.rows)
 
 
 def with_z_loss(outputs, labels, num_items_in_batch=None):
@@ -359,3 +361,39 @@ def test_the_saved_model_stops_where_that_of_the_plain_trainer_does(tmp_path, ra
         got, expected = (json.loads((tmp_path / kind / name).read_text()) for kind in ("planned", "plain"))
         assert got == expected
         assert (got["eos_token_id"], got["pad_token_id"]) == (1 if name == "config.json" else [1, 9], 0)
+
+
+def scores(of):
+    """Return numbers of all that `compute_metrics` gets: logits of labels, or their share that is most likely."""
+    given, found = torch.tensor(of.label_ids[:, 1:]), torch.tensor(of.predictions)[:, :-1]
+    labels = given.clamp(min=0)
+    picked = found.gather(2, labels[..., None])[..., 0] if found.dim() == 3 else found == labels
+    numbers = {"size": found.numel(), "sum": (picked * (given >= 0)).sum().item(), "losses": len(of.losses)}
+    return {**numbers, "labels": of.label_ids.sum().item(), "inputs": of.inputs.clip(0).sum().item()}
+
+
+@pytest.mark.parametrize("preprocess", [lambda logits, labels: logits.argmax(-1), more(None)])
+def test_metrics_of_an_evaluation_get_the_logits_of_all_rows(tmp_path, preprocess):
+    def work(kind, ranks, _rank):
+        args = arguments(tmp_path / "out", ranks, include_for_metrics=["inputs", "loss"])
+        given = {"compute_metrics": scores, "preprocess_logits_for_metrics": preprocess, "data_collator": padded}
+        found = kind(model=small_model(torch.float32), args=args, **given).evaluate(data(LENGTHS[:7]))
+        return [found[f"eval_{name}"] for name in ("size", "sum", "losses", "labels", "inputs")]
+
+    (expected,) = in_trainers(partial(work, Trainer, 1), 1, tmp_path)
+    for found in in_trainers(partial(work, PLANNED, 2), 2, tmp_path):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_batches_left_at_the_end_of_a_stream_add_to_the_next_update(tmp_path):
+    def work(kind, _rank):
+        args = arguments(tmp_path, max_steps=2, per_device_train_batch_size=2, gradient_accumulation_steps=2)
+        (stream := Stream()).rows = data()[:5]
+        found = trained(kind, args, train_dataset=stream)
+        return [
+            log[name] for log in found["logs"][:2] for name in ("loss", "grad_norm", "num_input_tokens_seen", "epoch")
+        ]
+
+    (expected,) = in_trainers(partial(work, Trainer), 1, tmp_path)
+    (found,) = in_trainers(partial(work, partial(PlannedTrainer, capacity_tokens=2 * CAPACITY)), 1, tmp_path)
+    assert found == pytest.approx(expected, rel=1e-4)

@@ -3,6 +3,7 @@
 import os
 
 import torch
+from datasets import fingerprint
 from transformers import TrainerCallback, TrainingArguments
 
 from session.loops import VOCAB, in_ranks, small_model
@@ -93,6 +94,7 @@ def in_trainers(work, ranks, folder):
     """Call `work(rank)` in processes as torchrun starts them; return what each returned."""
 
     def rank_work(rank):
+        fingerprint._TEMP_DIR_FOR_TEMP_CACHE_FILES = None  # a fork would read what another has cached
         if ranks > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")  # the group is there: nobody asks

@@ -7,7 +7,7 @@ their default.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -26,7 +26,8 @@ metric_for_best_model greater_is_better ignore_data_skip restore_callback_states
 seed data_seed use_cpu dataloader_drop_last dataloader_num_workers dataloader_persistent_workers
 dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order remove_unused_columns ddp_backend
 ddp_timeout skip_memory_metrics do_train do_eval do_predict resume_from_checkpoint local_rank accelerator_config
-average_tokens_across_devices use_cache use_liger_kernel
+average_tokens_across_devices use_cache use_liger_kernel prediction_loss_only eval_do_concat_batches
+include_for_metrics
 """
 KEPT = frozenset(_KEPT.split())
 """Fields with the meaning that they have in a plain Trainer of one process."""
@@ -37,10 +38,9 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         "there is no DistributedDataParallel",
     ),
     **dict.fromkeys(
-        ("prediction_loss_only", "eval_do_concat_batches", "eval_use_gather_object", "eval_accumulation_steps"),
-        "evaluation computes only the loss",
+        ("eval_use_gather_object", "eval_accumulation_steps"),
+        "the logits of every batch are gathered by token, and kept on the host",
     ),
-    "include_for_metrics": "compute_metrics is refused",
     "logging_nan_inf_filter": "a loss that is not finite ends the training",
     "dataloader_pin_memory": "rows are read on the host",
     "length_column_name": "lengths are those of the rows",
@@ -69,7 +69,7 @@ REFUSED: Mapping[str, Refusal] = {
     "liger_kernel_config": (OFF, "fused layers are chosen for the model's family"),
     "neftune_noise_alpha": (OFF, "its noise would depend on the plan"),
     "train_sampling_strategy": (("random", "sequential"), "the plan balances unequal lengths itself"),
-    "batch_eval_metrics": (OFF, "it needs logits of whole sequences"),
+    "batch_eval_metrics": (OFF, "metrics are of all rows; preprocess_logits_for_metrics bounds their memory"),
     "enable_jit_checkpoint": (OFF, "one rank alone would save, and all ranks must"),
     "save_on_each_node": (OFF, "all ranks write their states into one folder"),
     "optim_target_modules": (OFF, "its optimizers need whole matrices"),
@@ -98,19 +98,18 @@ PLANNED: Mapping[str, str] = {
 }
 """TRL's trainers that have a planned class of their own, and its module."""
 
-CALLABLES: Mapping[str, str] = {
-    "compute_metrics": "it needs logits of whole sequences",
-    "preprocess_logits_for_metrics": "it needs logits of whole sequences",
-}
-"""Functions that a Trainer takes beside its arguments, and why they are refused."""
+NEED_LOGITS: Mapping[str, str] = dict.fromkeys(
+    ("compute_metrics", "preprocess_logits_for_metrics"), "this loss of TRL makes no logits"
+)
+"""Functions of logits that a Trainer takes beside its arguments, and why trainers of some losses refuse them."""
 
 
 def problems_of(
-    arguments: Any, *, callables: Collection[str], refused: Mapping[str, Refusal] = MappingProxyType({})
+    arguments: Any, *, callables: Mapping[str, str], refused: Mapping[str, Refusal] = MappingProxyType({})
 ) -> list[LengthwiseError]:
     """Return the problems of a planned Trainer's arguments.
 
-    callables: those of `CALLABLES` that were given. refused: fields of a subclass of TrainingArguments.
+    callables: functions that were given and are refused, and why. refused: fields of a subclass of TrainingArguments.
     """
     problems: list[LengthwiseError] = []
 
@@ -134,8 +133,8 @@ def problems_of(
     for name in ("split_batches", "dispatch_batches", "use_stateful_dataloader", "gradient_accumulation_kwargs"):
         if getattr(loader, name, None):
             refuse(f"accelerator_config.{name}", "none", getattr(loader, name), "every rank reads the global batch")
-    for name in callables:
-        refuse(name, "none", "a function", CALLABLES[name])
+    for name, why in callables.items():
+        refuse(name, "none", "a function", why)
     tabled = KEPT | WITHOUT_EFFECT.keys() | REFUSED.keys()
     for field in dataclasses.fields(arguments):
         value = getattr(arguments, field.name)

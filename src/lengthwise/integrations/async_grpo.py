@@ -40,9 +40,10 @@ except ModuleNotFoundError as error:
     raise lacking(error, "trl") from None
 
 from lengthwise.data import NO_LOSS
+from lengthwise.integrations.accelerators import ungathered
 from lengthwise.integrations.batches import Examples
 from lengthwise.integrations.rollouts import refuse_long_completions
-from lengthwise.integrations.token_losses import NUMBERS, SLOTS, Answers, TokenLossMixin, TokenSum, ungathered
+from lengthwise.integrations.token_losses import NUMBERS, SLOTS, Answers, TokenLossMixin, TokenSum
 from lengthwise.session import Session, StepResult
 
 _KEPT = ("old_log_probs", "advantage", "group_id")
@@ -80,7 +81,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
             remedy = "Set router_aux_loss_coef to 0."
             raise ConfigError("router_aux_loss_coef", expected="0", got=got, remedy=remedy)
 
-    def _own(self, arguments: Any, callables: list[str]) -> Any:
+    def _own(self, arguments: Any, callables: Mapping[str, str]) -> Any:
         arguments, loading = copy.copy(arguments), copy.copy(arguments.accelerator_config)
         loading.split_batches = loading.dispatch_batches = False  # which TRL sets for the loader that it makes
         arguments.accelerator_config = loading

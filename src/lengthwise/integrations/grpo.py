@@ -28,9 +28,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError
+from lengthwise.integrations.accelerators import ungathered
 from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.rollouts import OF_IMAGES, flat, joined, num_slots, planned_rows, refuse_long_completions
-from lengthwise.integrations.token_losses import NUMBERS, OFFLOADING, Answers, TokenLossMixin, TokenSum, ungathered
+from lengthwise.integrations.token_losses import NUMBERS, OFFLOADING, Answers, TokenLossMixin, TokenSum
 from lengthwise.session import Session, StepResult
 
 _TOKEN_SUMS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")  # loss types that are sums over tokens

@@ -19,7 +19,7 @@ from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
-from lengthwise.integrations.arguments import OFF, Refusal
+from lengthwise.integrations.arguments import NEED_LOGITS, OFF, Refusal
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import coefficient_key, has_dropout
 from lengthwise.session import Session, StepResult
@@ -69,6 +69,8 @@ class TokenLossMixin(PlannedTrainerMixin):
     """Runs model and reference forward for values of every token, and the model backward by weights of these."""
 
     _reference: Session | None = None
+    _place_of_reference: torch.device
+    precompute_ref_logps = False  # TRL's DPOTrainer sets it
 
     _router_loss = 0.0
     """The balance loss of the routers over all tokens of the last pass."""
@@ -76,6 +78,8 @@ class TokenLossMixin(PlannedTrainerMixin):
     """The same, as TRL's last loss got it."""
     _coefficient: float | None = None
     """The gradient of TRL's last loss by it; None: the coefficient of TRL's argument."""
+
+    _refused_callables = NEED_LOGITS
 
     def _check_division(self) -> None:
         """Accept a mean: TRL's loss gets all rows of a batch at once."""
@@ -91,7 +95,8 @@ class TokenLossMixin(PlannedTrainerMixin):
         return False
 
     def _start_session(self, optimizer: Any) -> Session:
-        if self.ref_model is not None:  # its memory counts when the model is measured
+        # Its memory counts when the model is measured.
+        if self.ref_model is not None and not self.precompute_ref_logps:
             self.ref_model.to(self.args.device)
         with self._balancing():
             return super()._start_session(optimizer)
@@ -105,14 +110,27 @@ class TokenLossMixin(PlannedTrainerMixin):
         return session
 
     def _session_of_reference(self) -> Session:
+        """Return the session of the reference, which is the model itself if there is no other."""
         if self._reference is None:
-            capacity = self._trained().capacity_tokens  # forward alone needs less
-            options = {**self._session_options, "recompute": "none", "capacity_tokens": capacity, "offload": None}
             # Whole on each rank: it has no gradients and states.
-            options |= {"shard": "zero1", "ranks_per_node": None, "stages": 1, "virtual": 1}
-            reference = self.ref_model.to(self.args.device).requires_grad_(False)
-            self._reference = Session(reference, timeout_seconds=float(self.args.ddp_timeout), **options)
+            whole = {"shard": "zero1", "ranks_per_node": None, "stages": 1, "virtual": 1}
+            options = {**self._session_options, "recompute": "none", "offload": None, **whole}
+            if self.session is not None:
+                options["capacity_tokens"] = self.session.capacity_tokens  # forward alone needs less
+            if self.ref_model is not None:
+                self.ref_model.requires_grad_(False)
+            reference = self.ref_model or self.model
+            self._place_of_reference = next(reference.parameters()).device
+            timeout = float(self.args.ddp_timeout)
+            self._reference = Session(reference.to(self.args.device), timeout_seconds=timeout, **options)
         return self._reference
+
+    def _end_reference(self) -> None:
+        """Close the session of the reference, and move the reference back to where it was."""
+        if self._reference is not None:
+            self._reference.close()
+            self._reference.model.to(self._place_of_reference)
+            self._reference = None
 
     @property
     def _wide(self) -> torch.dtype:
@@ -268,17 +286,3 @@ def field_of(found: FusedCausalLMOutput, name: str) -> Tensor:
     values = getattr(found, name)
     assert values is not None, "TRL asked its head for it"
     return values[0]
-
-
-@contextmanager
-def ungathered(accelerator: Any) -> Iterator[None]:
-    """Make the accelerator's collectives return their argument, which is this rank's or the same on all ranks."""
-    names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
-    kept = {name: getattr(accelerator, name) for name in names}
-    for name in names:
-        setattr(accelerator, name, lambda value, *_, **__: value)
-    try:
-        yield
-    finally:
-        for name, each in kept.items():
-            setattr(accelerator, name, each)

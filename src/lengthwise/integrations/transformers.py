@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 import transformers
-from accelerate.data_loader import prepare_data_loader
 from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.uncaught import report_in_a_line
+from lengthwise.integrations.accelerators import leave_data_and_gradients
 from lengthwise.integrations.arguments import (
-    CALLABLES,
     WITH_PARTS,
     Refusal,
     problems_of,
@@ -32,14 +31,14 @@ from lengthwise.integrations.arguments import (
 )
 from lengthwise.integrations.batches import Examples, PlannedUpdates, RowCollator, checked
 from lengthwise.integrations.known import check_rows, rows_of_loader, rows_of_training, warn_of_no_label
+from lengthwise.integrations.predictions import Predictions
 from lengthwise.integrations.trainer_loss import balance_of, check_division, is_next_tokens, loss_of, takes_items
 from lengthwise.integrations.trainer_state import load_state, save_state
 from lengthwise.models import check_adapters
 from lengthwise.session import Session, StepResult
 from lengthwise.session.keywords import StepOptions, keyword_problems
+from lengthwise.session.model import check_trained_dtype
 from lengthwise.session.row_batch import Row
-
-_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of plain data parallelism
 
 _Base: Any = transformers.Trainer if TYPE_CHECKING else object
 
@@ -84,9 +83,10 @@ class PlannedTrainerMixin(_Base):
         self._batches: list[Examples] = []
         self._planned: Any = None
         self._last: StepResult | None = None
+        self._predictions: Predictions | None = None
         self._loss_is_checked = self._has_warned = False
         self._num_parameters = 0
-        given = [name for name in CALLABLES if kwargs.get(name) is not None]
+        given = {name: why for name, why in self._refused_callables.items() if kwargs.get(name) is not None}
         positional = [self._own(each, given) if isinstance(each, TrainingArguments) else each for each in args]
         if isinstance(kwargs.get("args"), TrainingArguments):
             kwargs["args"] = self._own(kwargs["args"], given)
@@ -94,6 +94,7 @@ class PlannedTrainerMixin(_Base):
             raise_problems(keyword_problems(self._session_options))
         super().__init__(*positional, **kwargs)
         check_adapters(self.model)
+        check_trained_dtype(self.model)
         self._is_denied = not self.model_accepts_loss_kwargs and not is_next_tokens(self)  # by the model's class
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or takes_items(self.model)
         self._check_division()
@@ -102,6 +103,8 @@ class PlannedTrainerMixin(_Base):
 
     _refused: Mapping[str, Refusal] = {}
     """Refused arguments of a subclass of TrainingArguments, in the form of `REFUSED`."""
+    _refused_callables: Mapping[str, str] = {}
+    """Refused functions of its trainer, and why."""
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
         """Return what else cannot be kept: what more than one argument says."""
@@ -132,7 +135,7 @@ class PlannedTrainerMixin(_Base):
 
     # Its arguments.
 
-    def _own(self, arguments: Any, callables: list[str]) -> Any:
+    def _own(self, arguments: Any, callables: Mapping[str, str]) -> Any:
         """Return a copy of the arguments that leaves activation checkpointing and fused layers to the session."""
         if "recompute" in self._session_options:
             return arguments
@@ -158,27 +161,9 @@ class PlannedTrainerMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make an accelerator that wraps models in autocast only, and gives every rank all data."""
-        self.args = self._own(self.args, [])
+        self.args = self._own(self.args, {})
         super().create_accelerator_and_postprocess()
-        accelerator: Any = self.accelerator
-        kind, precision = accelerator.distributed_type.name, accelerator.mixed_precision
-        if kind not in _PARALLEL or precision not in ("no", "bf16"):
-            remedy = "Start with torchrun, or with an accelerate config of plain data parallelism."
-            got = f"{kind} in {precision}"
-            raise ConfigError("accelerate", expected=f"{', '.join(_PARALLEL)}, in no or bf16", got=got, remedy=remedy)
-        prepare, config = accelerator.prepare_model, accelerator.dataloader_config
-        # evaluation_mode: without DDP, whose hooks are collectives in backward.
-        accelerator.prepare_model = lambda model, **how: prepare(
-            model, **{**how, "evaluation_mode": True, "device_placement": False}
-        )
-        accelerator.prepare_data_loader = lambda loader, **_: prepare_data_loader(
-            loader,
-            num_processes=1,
-            process_index=0,
-            rng_types=accelerator.rng_types.copy(),
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-        )
+        leave_data_and_gradients(self.accelerator)
 
     # Reading.
 
@@ -270,8 +255,11 @@ class PlannedTrainerMixin(_Base):
         return self.session
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Run the whole update at its last batch; return the loss of the global batch, 0 for the others."""
-        if not self.accelerator.sync_gradients:
+        """Run the whole update at its last batch; return the loss of the global batch, 0 for the others.
+
+        As in Trainer, gradients of the batches that a stream has left at its end add to those of the next update.
+        """
+        if not self.accelerator.sync_gradients and inputs is not self._batches[-1]:
             return torch.zeros((), device=self.args.device)
         self.model.train()
         loss, self._last = self._update(float(num_items_in_batch or 1))
@@ -340,7 +328,7 @@ class PlannedTrainerMixin(_Base):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Return the mean loss over the tokens of all batches, without predictions.
+        """Return the mean loss over the tokens of all batches, and `compute_metrics` of the logits of all rows.
 
         Raises:
             ConfigError: predictions are asked for, or no token has a label.
@@ -357,13 +345,17 @@ class PlannedTrainerMixin(_Base):
         self.model.eval()
         self.callback_handler.eval_dataloader = dataloader
         total = weight = examples = 0.0
+        only_loss = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        self._predictions = None if only_loss or self.compute_metrics is None else Predictions(self)
         for num_examples, loss, counts in self._evaluated_batches(session, dataloader):
             examples, total, weight = examples + num_examples, total + loss, weight + counts
             self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
         if not weight:
             remedy = "Give labels that are not -100."
             raise ConfigError("eval_dataset", expected="a token with a label", got="none", remedy=remedy)
-        metrics = {f"{metric_key_prefix}_loss": total / weight}
+        metrics = {} if self._predictions is None else self._predictions.metrics(metric_key_prefix)
+        metrics[f"{metric_key_prefix}_loss"] = total / weight
+        self._predictions = None
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(examples))  # type: ignore[arg-type]
 
     def _evaluated_batches(self, session: Session, dataloader: Any) -> Iterator[tuple[int, float, float]]:
@@ -372,8 +364,10 @@ class PlannedTrainerMixin(_Base):
         try:
             while (found := updates.next(1)) is not None:
                 (batch,), planned = found
-                evaluated = self._evaluate_batch(batch, planned) if batch.num_loss_tokens else (0.0, 0.0)
-                yield batch.num_examples, *evaluated
+                loss, counts = self._evaluate_batch(batch, planned) if batch.num_loss_tokens else (0.0, 0.0)
+                if self._predictions is not None:
+                    self._predictions.add(session, batch, loss / max(counts, 1))
+                yield batch.num_examples, loss, counts
         finally:
             updates.close()
 

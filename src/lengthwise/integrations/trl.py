@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,11 +26,12 @@ except ModuleNotFoundError as error:
     raise lacking(error, "trl") from None
 
 from lengthwise.data import NO_LOSS
-from lengthwise.integrations.arguments import OFF, Refusal
+from lengthwise.integrations.accelerators import AloneOnRank, ungathered
+from lengthwise.integrations.arguments import Refusal
 from lengthwise.integrations.batches import Examples, refuse_dropped
 from lengthwise.integrations.grpo import GRPOTrainer as GRPOTrainer
 from lengthwise.integrations.grpo import RLOOTrainer as RLOOTrainer
-from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin, ungathered
+from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.session import StepResult
 from lengthwise.session.row_batch import Row
@@ -38,6 +40,7 @@ Result = TypeVar("Result")
 _BY_TOKENS = ("entropy", "mean_token_accuracy")  # means over the tokens that have a label
 _BALANCE = "aux_loss"
 _IDS, _MASK, _COMPLETION = "input_ids", "attention_mask", "completion_mask"
+_OF_REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 
 
 class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
@@ -128,9 +131,9 @@ class PreferenceCollator:
     def __call__(self, examples: Sequence[Any]) -> Preferences:
         """Return the examples' rows: all chosen ones, then all rejected ones."""
         inputs = self.collate(list(examples))
-        others = sorted(inputs.keys() - {_IDS, _MASK, _COMPLETION})
+        others = sorted(inputs.keys() - {_IDS, _MASK, _COMPLETION, *_OF_REFERENCE})
         if others:
-            got, remedy = ", ".join(others), "Images and precomputed reference log-probabilities are not supported."
+            got, remedy = ", ".join(others), "Images are not supported."
             expected = f"{_IDS}, {_MASK} and {_COMPLETION}"
             raise DataError("data_collator", expected=expected, got=got, remedy=remedy)
         labels = inputs[_IDS].masked_fill(inputs[_COMPLETION] == 0, NO_LOSS)
@@ -162,10 +165,7 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
     losses see the batches of all ranks together.
     """
 
-    _refused: Mapping[str, Refusal] = {
-        "activation_offloading": OFFLOADING,
-        "precompute_ref_log_probs": (OFF, "it runs whole sequences on every rank; the reference runs by the plan"),
-    }
+    _refused: Mapping[str, Refusal] = {"activation_offloading": OFFLOADING}
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         return super()._prepare_dataset(refuse_dropped(dataset), *args, **kwargs)
@@ -202,7 +202,8 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
         size = sum(map(_num_slots, batches))
         own = self._gathered(self._session_of_model(), self.model_wrapped, planned, names, size)
         balance = self._new_balance()
-        reference = self._gathered_of_reference(planned, size)
+        precomputed = self.precompute_ref_logps
+        reference = {} if precomputed else self._gathered_of_reference(planned, size)
         leaf = own["log_probs"].requires_grad_()
         total, first = torch.zeros((), dtype=leaf.dtype, device=leaf.device), 0
         with ungathered(self.accelerator):
@@ -214,25 +215,54 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
                     Answers({name: values[first:last].view(shape) for name, values in each.items()}, balance)
                     for each in (own, reference)
                 )
-                chosen, rejected = self.compute_ref_log_probs(of_reference, inputs)
-                inputs |= {"ref_chosen_logps": chosen, "ref_rejected_logps": rejected}
+                if not precomputed:
+                    inputs |= zip(_OF_REFERENCE, self.compute_ref_log_probs(of_reference, inputs), strict=True)
                 total, first = total + self._loss_of_batch(of_model, inputs), last
         return total / len(batches), leaf
 
     def _loss_of_batch(self, answers: Answers, inputs: dict[str, Tensor]) -> Tensor:
         """Return `compute_loss` of a batch whose inputs have the reference's log-probabilities."""
-        self.precompute_ref_logps = True
+        kept, self.precompute_ref_logps = self.precompute_ref_logps, True
         try:
             return self.compute_loss(answers, inputs)  # type: ignore[arg-type] - it only calls the model
         finally:
-            self.precompute_ref_logps = False
+            self.precompute_ref_logps = kept
 
     def _gathered_of_reference(self, planned: Any, size: int) -> dict[str, Tensor]:
-        if self.ref_model is not None:
-            return self._gathered(self._session_of_reference(), self.ref_model, planned, ["log_probs"], size)
+        """Return the reference's log-probabilities of all tokens, (size,)."""
+        is_model = self.ref_model is None and self.session is not None
+        session = self._session_of_model() if is_model else self._session_of_reference()
         model: Any = self.model
-        with use_adapter(model, "ref" if "ref" in model.peft_config else None):
-            return self._gathered(self._session_of_model(), self.model_wrapped, planned, ["log_probs"], size)
+        uses_adapter = self.ref_model is None and hasattr(model, "peft_config")
+        reference = self.ref_model or self.model_wrapped
+
+        def called(**inputs: Any) -> Any:
+            with self.accelerator.autocast():  # before training begins, the model has none of its own
+                return reference(**inputs)
+
+        with use_adapter(model, "ref" if "ref" in model.peft_config else None) if uses_adapter else nullcontext():
+            return self._gathered(session, called, planned, ["log_probs"], size)
+
+    # Log-probabilities of the reference before training.
+
+    def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
+        """Return the dataset with TRL's columns of the reference; every rank gets the batches of all ranks."""
+        kept, self.accelerator = self.accelerator, AloneOnRank(self.accelerator)
+        try:
+            return super()._precompute_ref_logps(dataset, name, batch_size * self.args.world_size)
+        finally:
+            self.accelerator = kept
+            self._end_reference()
+
+    def compute_ref_log_probs(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the reference's log-probabilities of a padded batch's chosen and rejected sides, (pairs,) each."""
+        if not isinstance(model, Answers):  # before training
+            batch = PreferenceCollator(lambda _: inputs)([inputs])
+            rows, size = self._rows_of_update([batch]), _num_slots(batch)
+            found = self._gathered_of_reference(rows, size)["log_probs"].view(len(rows), -1)
+            model = Answers({"log_probs": found}, self._new_balance())
+            inputs = {name: values.to(self.args.device) for name, values in inputs.items()}
+        return super().compute_ref_log_probs(model, inputs)
 
 
 def _num_slots(batch: Preferences) -> int:

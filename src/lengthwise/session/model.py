@@ -80,18 +80,8 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
             check()
         except LengthwiseError as error:
             problems.append(error)
-    dtypes = {
-        parameter.dtype: name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or (not trains and parameter.is_floating_point())
-    }
-    if len(dtypes) != 1 or not dtypes.keys() <= PRECISIONS.keys():
-        expected = "trainable parameters of one dtype of float32, bfloat16 and float64"
-        found = sorted(f"{str(each).removeprefix('torch.')} (as {name})" for each, name in dtypes.items())
-        remedy = "Convert the model, model.to(dtype)."
-        if any(".modules_to_save." in name for name in dtypes.values()):  # which keep the base's dtype
-            remedy = "Give get_peft_model autocast_adapter_dtype=False, or convert the model, model.to(dtype)."
-        refuse(expected, ", ".join(found) or "no trainable parameter", remedy)
+    dtypes = _dtypes(model, trains=trains)
+    problems += _problems_of_dtypes(where, dtypes)
     if any(layer.gradient_checkpointing for layer in wrapped_layers(model)):
         remedy = "Call model.gradient_checkpointing_disable(), and give Session recompute='layer'."
         refuse("activation checkpointing by the plan alone", "a model with gradient checkpointing enabled", remedy)
@@ -108,6 +98,37 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         refuse("a model that is not quantized", "a quantized model", "Load it in bfloat16.")
     raise_problems(problems)
     return next(iter(dtypes))
+
+
+def check_trained_dtype(model: nn.Module) -> None:
+    """Check the dtypes of the trainable parameters, if there are any yet.
+
+    Raises:
+        ModelRefused: a session cannot train them.
+    """
+    if dtypes := _dtypes(model, trains=True):
+        raise_problems(_problems_of_dtypes(f"model {type(model).__name__}", dtypes))
+
+
+def _dtypes(model: nn.Module, *, trains: bool) -> dict[torch.dtype, str]:
+    """Return the dtypes of the trainable parameters, or of all if the model does not train, by dtype, with one name."""
+    return {
+        parameter.dtype: name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad or (not trains and parameter.is_floating_point())
+    }
+
+
+def _problems_of_dtypes(where: str, dtypes: Mapping[torch.dtype, str]) -> list[LengthwiseError]:
+    if len(dtypes) == 1 and dtypes.keys() <= PRECISIONS.keys():
+        return []
+    expected = "trainable parameters of one dtype of float32, bfloat16 and float64"
+    found = sorted(f"{str(each).removeprefix('torch.')} (as {name})" for each, name in dtypes.items())
+    remedy = "Convert the model, model.to(dtype)."
+    if any(".modules_to_save." in name for name in dtypes.values()):  # which keep the base's dtype
+        remedy = "Give get_peft_model autocast_adapter_dtype=False, or convert the model, model.to(dtype)."
+    got = ", ".join(found) or "no trainable parameter"
+    return [ModelRefused(where, expected=expected, got=got, remedy=remedy)]
 
 
 def can_share_prefixes(model: Any) -> bool:

@@ -1,0 +1,69 @@
+"""An accelerator that leaves gradients and data to the plan, and stand-ins for it where a rank has all numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from accelerate.data_loader import prepare_data_loader
+
+from lengthwise.core.errors import ConfigError
+
+_PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of plain data parallelism
+
+
+def leave_data_and_gradients(accelerator: Any) -> None:
+    """Let an accelerator wrap models in autocast only, and give every rank all data.
+
+    Raises:
+        ConfigError: it is not one of plain data parallelism.
+    """
+    kind, precision = accelerator.distributed_type.name, accelerator.mixed_precision
+    if kind not in _PARALLEL or precision not in ("no", "bf16"):
+        remedy = "Start with torchrun, or with an accelerate config of plain data parallelism."
+        got = f"{kind} in {precision}"
+        raise ConfigError("accelerate", expected=f"{', '.join(_PARALLEL)}, in no or bf16", got=got, remedy=remedy)
+    prepare, config = accelerator.prepare_model, accelerator.dataloader_config
+    # evaluation_mode: without DDP, whose hooks are collectives in backward.
+    accelerator.prepare_model = lambda model, **how: prepare(
+        model, **{**how, "evaluation_mode": True, "device_placement": False}
+    )
+    accelerator.prepare_data_loader = lambda loader, **_: prepare_data_loader(
+        loader,
+        num_processes=1,
+        process_index=0,
+        rng_types=accelerator.rng_types.copy(),
+        use_seedable_sampler=config.use_seedable_sampler,
+        data_seed=config.data_seed,
+    )
+
+
+@contextmanager
+def ungathered(accelerator: Any) -> Iterator[None]:
+    """Make the accelerator's collectives return their argument, which is this rank's or the same on all ranks."""
+    names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
+    kept = {name: getattr(accelerator, name) for name in names}
+    for name in names:
+        setattr(accelerator, name, lambda value, *_, **__: value)
+    try:
+        yield
+    finally:
+        for name, each in kept.items():
+            setattr(accelerator, name, each)
+
+
+class AloneOnRank:
+    """Stands for an accelerator on a rank that has the numbers of all ranks and keeps them itself."""
+
+    is_main_process = True
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._accelerator, name)
+
+    def gather_for_metrics(self, values: Any) -> Any:
+        """Return the values, which are those of all ranks."""
+        return values
