@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from loops import (
     VOCAB,
     in_double,
@@ -47,6 +48,9 @@ def test_routers_are_balanced_over_the_whole_batch(tmp_path):
         with Session(model, optimizer, capacity_tokens=64, shard="zero3") as session:
             found = session.backward(rows)
             session.clip_grad_norm_(1e9)
+            values = session.token_values(rows)  # of the model before the step, and no loss
+        predicted = [F.log_softmax(plain(input_ids=row["input_ids"][None]).logits[0, :-1], -1) for row in rows]
+        labels = [row.get("labels", row["input_ids"])[1:] for row in rows]
         outputs = [plain(input_ids=row["input_ids"][None], use_cache=False) for row in rows]
         logits = tuple(map(torch.cat, zip(*(each.router_logits for each in outputs), strict=True)))
         formula = sys.modules[type(plain).__module__].load_balancing_loss_func
@@ -55,6 +59,9 @@ def test_routers_are_balanced_over_the_whole_batch(tmp_path):
         loss = sum(plain_losses(plain, rows)) / loss_tokens(rows)
         (loss + 0.5 * balance).backward()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
+        for own, of_plain, label in zip(values, predicted, labels, strict=True):
+            wanted = of_plain.gather(1, label.clamp(min=0)[:, None])[:, 0].where(label >= 0, 0.0)
+            torch.testing.assert_close(own[:-1], wanted.detach(), rtol=1e-12, atol=1e-12)
         return (found.loss, found.router_loss, found.grad_norm), (loss.item(), balance.item(), norm)
 
     for found, expected in in_ranks(in_double(work), 2, tmp_path):

@@ -54,6 +54,7 @@ from lengthwise.models.router import (
     experts_of,
     has_balance_loss,
     sum_probabilities,
+    without_balance_loss,
 )
 from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
@@ -122,5 +123,6 @@ __all__ = [
     "token_loss",
     "token_losses",
     "whole_model",
+    "without_balance_loss",
     "wrapped_layers",
 ]

@@ -9,7 +9,8 @@ the loss if its own class adds it; the config of its text part decides.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +48,20 @@ def _of(model: Any, key: str) -> int:
 def has_balance_loss(config: Any) -> bool:
     """Return whether the config asks for the balance loss."""
     return bool(getattr(text_config(config), "output_router_logits", False))
+
+
+@contextmanager
+def without_balance_loss(model: Any) -> Iterator[None]:
+    """Ask for no balance loss inside the block, as passes need whose result is no loss."""
+    part = text_config(model.config)
+    asked = has_balance_loss(model.config)
+    if asked:
+        part.output_router_logits = False
+    try:
+        yield
+    finally:
+        if asked:
+            part.output_router_logits = True
 
 
 def balance_of(model: Any) -> float | None:

@@ -22,13 +22,13 @@ from lengthwise.core.uncaught import report_in_a_line
 from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
-from lengthwise.models import has_own_loss, placeholders, whole_model
+from lengthwise.models import has_own_loss, placeholders, whole_model, without_balance_loss
 from lengthwise.session.agreement import Agreement, SessionStepEnd
 from lengthwise.session.keywords import SessionOptions
 from lengthwise.session.loss_checks import LossCheck, kind_of, objective_of
 from lengthwise.session.losses import IN_CHUNKS, OF_USER, ComputeLoss, LossKind, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
-from lengthwise.session.model import can_share_prefixes, num_words
+from lengthwise.session.model import can_share_prefixes, num_words, refuse_balance
 from lengthwise.session.own_loop import start_of_loop
 from lengthwise.session.planning import SessionPlanning
 from lengthwise.session.row_batch import Row, RowBatch
@@ -241,10 +241,11 @@ class Session(SavedSession):
             per: sequence or token, see `combine`.
 
         Raises:
-            ModelRefused: the model has dropout, so its two passes would differ.
+            ModelRefused: the model has dropout, so its two passes would differ, or a balance loss of routers.
         """
         trained = self._training("backward_by_sequence", combine=combine, values=values, per=per)
         refuse_dropout(self._inner)
+        refuse_balance(self._inner, "values")
         start, step, kind = time.perf_counter(), self.steps + 1, kind_of(values, None)
         self._expect(kind)
         planned = self._planned(sequences, f"step {step}", kind)
@@ -261,7 +262,8 @@ class Session(SavedSession):
         check_kinds(values=values)
         name = f"values after step {self.steps}"
         planned = self._planned(sequences, name, kind_of(values, None))
-        found, sums, _ = gather(self.engine, planned, values, "token", name, step=self.steps)
+        with without_balance_loss(self._inner):
+            found, sums, _ = gather(self.engine, planned, values, "token", name, step=self.steps)
         return list(found.gathered.handed_on(sums))
 
     def evaluate(

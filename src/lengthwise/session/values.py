@@ -27,7 +27,6 @@ from lengthwise.models.adapter import planned_output
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import Tokens, TokenValues, gradients_by, one_number, tokens_of
 from lengthwise.session.misuse import shown
-from lengthwise.session.model import refuse_balance
 from lengthwise.session.row_batch import RowBatch, rows_of
 from lengthwise.session.source import PlannedStep
 
@@ -142,7 +141,6 @@ def gather(
     Returns:
         The objective that gathered them, the sums, and this rank's numbers of the pass.
     """
-    refuse_balance(engine.model, "values")
     wide = torch.promote_types(engine.dtype, torch.float32)
     gathered = Gathered(rows_of(planned), per, wide, engine.device)
     objective = ValuesOfTokens(gathered=gathered, values=values, logits_at_once=engine.logits_at_once)
