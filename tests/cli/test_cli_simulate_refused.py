@@ -26,8 +26,8 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
     ("arguments", "told"),
     [
         (["--lengths", "githup"], "Did you mean `github`"),
-        ([], "one of --lengths and --data"),
-        (["--lengths", "github", "--data", "x.jsonl"], "one of --lengths and --data"),
+        ([], "one of RUN.yaml, --lengths and --data"),
+        (["--lengths", "github", "--data", "x.jsonl"], "one of RUN.yaml, --lengths and --data"),
         (["--lengths", "github", "--planners", "static,static"], "each planner once"),
         (["--lengths", "github", "--gpus", "16"], "one of --ranks and --gpus"),
         (["--lengths", "github", "--ranks", 10**9], "--ranks: expected a whole number from 1 to 262144"),
