@@ -70,7 +70,7 @@ class SimulationInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Simulate how long a step takes with Lengthwise and with today's usual methods; prints one sentence and five
+    """Simulate how long a step takes with Lengthwise and with today's usual methods; prints one sentence and six
     rows."""
 
     run_file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RUN.yaml", help_behavior_hint="")] = (
