@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli.simulate_calls import simulate
 from data.stores import FILES, load, save_words, write_sources
 from lengthwise.data.survey import stretches, survey
 from properties import costly
@@ -107,11 +108,18 @@ def test_data_says_what_a_step_takes_elsewhere(rows, capsys):
     assert " with Lengthwise; the best otherwise takes " in text
 
 
-def test_data_simulates_the_run_s_own_batch_and_no_more_than_there_is(tmp_path, capsys):
-    path = write_run(tmp_path, make_rows([40] * 5 + [100]), global_batch={"sequences": 3})
-    asked = ("--gpus", 8, "--model", "qwen3-8b")
-    assert re.search(r"simulated: 8 x h100, (120|180) tokens a step", said(capsys, path, *asked))
-    assert "simulated: 8 x h100, 300 tokens a step" in said(capsys, tmp_path / "train.jsonl", *asked)
+@pytest.mark.parametrize("of_run_file", [True, False])
+def test_data_and_simulate_answer_alike(tmp_path, capsys, of_run_file):
+    """Of a run file for its own first steps, of rows for 128K tokens a GPU."""
+    path = write_run(tmp_path, make_rows([4000] * 5 + [10000]), global_batch={"sequences": 3}, lora={"r": 4})
+    named = path if of_run_file else tmp_path / "train.jsonl"
+    asked = ("--gpus", 2, "--model", "qwen3-8b")
+    (answer,) = re.findall("simulated: (.*)", said(capsys, named, *asked))
+    status, text, _ = simulate(capsys, *([named] if of_run_file else ["--data", named]), *asked)
+    assert status == 0
+    assert text.splitlines()[0] == answer
+    assert ("13.7K tokens a step" if of_run_file else "261K tokens a step") in answer
+    assert ("LoRA of rank 4" in text) == of_run_file
 
 
 @pytest.mark.parametrize(

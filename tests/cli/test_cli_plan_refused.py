@@ -43,8 +43,8 @@ def arguments_of(changes):
     ("changes", "told"),
     {
         "--capacity -": ["--capacity", "--recompute auto"],
-        "--lengths -": ["got neither"],
-        "--config run.yaml": ["got both"],
+        "--lengths -": ["got none"],
+        "--config run.yaml": ["got --config and --lengths"],
         "--planner lenghtwise": ["`lengthwise`"],
         "--planner statik": ["`static`"],
         "--model-shape lama-7b": ["llama-7b", "or a model's folder or its config.json"],

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cli.simulate_calls import OWN, simulate
-from run.small_runs import call
+from run.small_runs import call, make_rows, write_model, write_run
 
 
 def write_rows(path: Path, texts: list[str]) -> Path:
@@ -83,3 +83,20 @@ def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:
     assert "700.jsonl:1" in error
     assert "--empty skip" in error
     assert "--data.1" not in error
+
+
+def test_simulate_takes_model_data_and_batch_of_a_run_file(tmp_path, capsys) -> None:
+    path = write_run(tmp_path, make_rows([30, 700]), model=str(write_model(tmp_path / "model", weights=False)))
+    asked = ("--gpus", 2, "--batches", 1)
+    status, said, _ = simulate(capsys, path, *asked)
+    assert status == 0
+    assert f"1 batch of 730 tokens of {path}, longest 700" in said
+    assert simulate(capsys, "--config", path, *asked)[1] == said
+    assert "1 batch of 4,380 tokens" in simulate(capsys, path, *asked, "--batch-tokens", "4K")[1]
+    _, _, error = simulate(capsys, path, *asked, "--lengths", "github", "--tokenizer", "x")
+    assert "got RUN.yaml and --lengths" in error
+    path.write_text(path.read_text().replace("model:", "model: org/name\nno:"))
+    (tmp_path / "model" / "config.json").unlink()
+    _, _, error = simulate(capsys, path, *asked, "--empty", "skip")
+    assert "Add --model qwen3-8b" in error
+    assert "--empty: expected nothing beside a run file" in error

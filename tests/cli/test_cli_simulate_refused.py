@@ -11,7 +11,7 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
     status, said, _ = simulate(capsys, *asked)
     assert status == 0
     assert "no method here can hold these sequences" in said
-    assert said.count("does not fit: no room beside") == 5
+    assert said.count("does not fit: no room beside") == 6
     for more, told in {
         ("--details",): "Use more --gpus, or --all for several devices a rank",
         ("--all",): "Use more --gpus: all meshes of these were tried",
@@ -26,8 +26,8 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
     ("arguments", "told"),
     [
         (["--lengths", "githup"], "Did you mean `github`"),
-        ([], "one of --lengths and --data"),
-        (["--lengths", "github", "--data", "x.jsonl"], "one of --lengths and --data"),
+        ([], "one of RUN.yaml, --lengths and --data"),
+        (["--lengths", "github", "--data", "x.jsonl"], "one of RUN.yaml, --lengths and --data"),
         (["--lengths", "github", "--planners", "static,static"], "each planner once"),
         (["--lengths", "github", "--gpus", "16"], "one of --ranks and --gpus"),
         (["--lengths", "github", "--ranks", 10**9], "--ranks: expected a whole number from 1 to 262144"),

@@ -3,10 +3,12 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
+
 from lengthwise.cli.train import describe_job
 from lengthwise.run.job import Job
 from lengthwise.run.prepared_run import prepare
-from run.small_runs import make_rows, write_run
+from run.small_runs import call, make_rows, write_run
 
 
 def told(path, **options):
@@ -41,3 +43,10 @@ def test_train_says_how_long_the_rest_of_a_run_will_take(tmp_path, monkeypatch):
     assert "time    roughly 2.50 s a step, 4 min 10 s in all, estimated for cpu: a rough guess" in describe_job(job)
     resumed = replace(job, resume=SimpleNamespace(step=90))
     assert " 25.0 s in all" in describe_job(resumed)
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3])
+def test_train_says_when_nothing_was_trained(tmp_path, capsys, rate):
+    path = write_run(tmp_path, make_rows([5, 6]), steps=1, optimizer={"lr": rate})
+    assert call("train", path) == 0
+    assert ("NOTHING WAS TRAINED" in capsys.readouterr().out) == (rate == 0)

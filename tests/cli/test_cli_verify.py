@@ -321,9 +321,9 @@ def test_verify_says_whether_keys_are_shared_and_sees_where_their_gradients_are_
 ):
     arguments = (run_file, "--ranks", 4, "--set", "capacity_tokens=20")
     assert full(*arguments, "heads=2") == 0
-    assert "heads split in groups of 2, no keys shared" in capsys.readouterr().out
+    assert "heads split in groups of 2, each key head on one rank" in capsys.readouterr().out
     assert full(*arguments, "heads=4") == 0
-    assert "heads split in groups of 4, heads of keys shared in 4" in capsys.readouterr().out
+    assert "heads split in groups of 4, key heads on several ranks in groups of 4" in capsys.readouterr().out
     add = heads._add
 
     def last_only(own, tokens, taken, message):

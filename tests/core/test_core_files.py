@@ -55,6 +55,7 @@ def write_all(descriptor, content):
         (" \n", "an empty file"),
         ("\ufeff{}", "byte order mark"),
         ('{"a": 1,\n "b"}', "line 2, column 5"),
+        ('"a\nb"', "control character at line 1, column 3"),
         ("[" * 100_000, "nesting"),
         ("1" * 5000, "digits"),
     ],

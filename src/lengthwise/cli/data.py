@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -15,8 +15,9 @@ import tyro
 
 from lengthwise.cli.options import PlanChoices, named_alike
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
-from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, compare_ways
-from lengthwise.cli.sources import KnownLengths, asked_sources, is_run_file
+from lengthwise.cli.run_model import trained_of
+from lengthwise.cli.simulate_meshes import MeshChoices, compare_ways
+from lengthwise.cli.sources import OF_A_STREAM, asked_sources, is_run_file, known_lengths, tokenizers_of, unit_of
 from lengthwise.core.errors import Collector, ConfigError, DataError, LengthwiseError, printable
 from lengthwise.core.names import counted
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from lengthwise.simulator import Scenario
 
 _NAMED, _SHOWN_TOKENS, _SHOWN_BAD = 5, 2000, 5
-_OF_A_STREAM = 1000  # sequences that are read
+_BATCHES = 4  # that are simulated, as `simulate` does by itself
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +71,8 @@ class Data:
     hardware: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = "h100"
     """The GPUs of the simulated step."""
     batch_tokens: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
-    """Tokens of the simulated step; default: the run file's first batch, or of files 128K a GPU, at most all there
-    are."""
+    """Tokens of the simulated step; default, as for `simulate`: the run file's first batches, or of files 128K a GPU,
+    drawn again where there are fewer."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="PAGE.html", help_behavior_hint="")] = None
     """Also write this description as an HTML page."""
 
@@ -79,7 +80,6 @@ class Data:
         """Run the command; return the exit status."""
         from lengthwise.data import load_dataset, load_tokenizer
         from lengthwise.data.load import first_rows
-        from lengthwise.data.prepared import prepared_with
         from lengthwise.data.survey import survey
 
         problems = Collector()
@@ -98,20 +98,17 @@ class Data:
 
         known: dict[str, Any] = {"tokenizer": tokenizer, "vocab_size": None}
         if sources[0].streaming:
-            read = partial(first_rows, sequences=_OF_A_STREAM, **known)
+            read = partial(first_rows, sequences=OF_A_STREAM, **known)
         else:
             read = partial(load_dataset, key=found.key, check_tokenizer=False, **known)
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always", UserWarning)
             dataset = read(sources, on_bad_row=bad.append)
             refused = _refused(partial(read, found.sources)) if dataset.skipped else []
-        used += [
-            name for source in sources if source.path is not None and (name := prepared_with(source.path)) is not None
-        ]
-        units = ["bytes" if name == "bytes" else f"tokens of {name}" for name in dict.fromkeys(used)]
+        tokenizers = tokenizers_of(used, sources)
         facts = survey(dataset, longest=_NAMED)
-        decoding = load_tokenizer(used[0]) if len(set(used)) == 1 else None
-        heading = _heading(facts, " and ".join(units) or "tokens")
+        decoding = load_tokenizer(tokenizers[0]) if len(tokenizers) == 1 else None
+        heading = _heading(facts, unit_of(tokenizers))
         lines = [
             *([f"stream  its first {len(dataset.ids):,} sequences"] if sources[0].streaming else []),
             *(_refused_lines(refused, self.names()) if refused else _bad_lines(bad)),
@@ -122,7 +119,7 @@ class Data:
         ]
         longest = [("longest rows", "tokens"), *((dataset.name(i), f"{dataset.lengths[i]:,}") for i in facts.longest)]
         sample = list(self._sample(dataset, decoding))
-        simulated = self._simulated(asked, dataset, units) if asked.scenario is not None else ""
+        simulated = _simulated(asked, dataset, tokenizers, found.config) if asked.scenario is not None else ""
         console = plain_console()
         parts = [heading, *lines, "", *length_histogram(facts.lengths), ""]
         parts += [f"{name:<40}{tokens:>12}" for name, tokens in longest]
@@ -187,28 +184,16 @@ class Data:
         if length > _SHOWN_TOKENS:
             yield f"  and {length - _SHOWN_TOKENS} more tokens"
 
-    def _simulated(self, asked: DataChoices, dataset: Dataset, units: list[str]) -> str:
-        from lengthwise.config import load_config
-        from lengthwise.report.simulation import answer_sentence
 
-        assert asked.scenario is not None, "asked for"
-        config = load_config(self.inputs[0]) if is_run_file(self.inputs) else None
-        lora = None if config is None else config.lora
-        batch = self._batch(asked, dataset, config)
-        found = compare_ways(asked.scenario, [batch], lora=None if lora is None else lora.r or None)
-        return f"simulated: {answer_sentence(found, 'bytes' if 'bytes' in units else 'tokens')}"
+def _simulated(asked: DataChoices, dataset: Dataset, tokenizers: Sequence[str], config: RunConfig | None) -> str:
+    from lengthwise.report.simulation import answer_sentence
 
-    def _batch(self, asked: DataChoices, dataset: Dataset, config: RunConfig | None) -> list[int]:
-        """Return the lengths of the simulated step."""
-        from lengthwise.data import Batches
-
-        assert asked.scenario is not None, "asked for"
-        if config is not None and asked.batch_tokens is None:
-            return Batches(dataset, config).first_lengths
-        lengths = dataset.lengths[dataset.ids].tolist()
-        most = min(sum(lengths), TOKENS_A_DEVICE * asked.scenario.devices)
-        (batch,), _ = KnownLengths(name="data", lengths=lengths).batches(asked.batch_tokens or most, 1, None)
-        return batch
+    assert asked.scenario is not None, "asked for"
+    known = known_lengths(dataset, "data", tokenizers, config)
+    batches, context = known.batches(asked.batch_tokens, _BATCHES, None, devices=asked.scenario.devices)
+    scenario = replace(asked.scenario, context_tokens=context)
+    found = compare_ways(scenario, batches, **({} if config is None else trained_of(config)))
+    return f"simulated: {answer_sentence(found, known.unit)}"
 
 
 def _heading(facts: Survey, unit: str) -> str:

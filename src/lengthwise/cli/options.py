@@ -56,10 +56,12 @@ def named_alike(names: str) -> dict[str, str]:
 
 
 def refuse_but_one(where: str, options: Mapping[str, bool]) -> None:
-    """Raise ConfigError unless exactly one of two options is given. options: whether they are given, by name."""
-    if sum(options.values()) != 1:
-        got = "both" if any(options.values()) else "neither"
-        raise ConfigError(where, expected=f"one of {' and '.join(options)}", got=got, remedy="Give exactly one.")
+    """Raise ConfigError unless exactly one option is given. options: whether they are given, by name."""
+    given = [option for option, is_given in options.items() if is_given]
+    if len(given) != 1:
+        *first, last = options
+        expected, got = f"one of {', '.join(first)} and {last}", " and ".join(given) or "none"
+        raise ConfigError(where, expected=expected, got=got, remedy="Give exactly one.")
 
 
 def refuse_beside(options: Mapping[str, object], expected: str, remedy: str, *, got: str | None = None) -> None:

@@ -1,16 +1,22 @@
-"""Consoles and files of commands without torch; files are written whole or not at all."""
+"""Consoles and files of commands without torch; files are written whole or not at all.
+
+Of a simulation: simulation.json, which says which other files belong to it, report.html, and traces.
+"""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
 
 from lengthwise.core.errors import OutputError
-from lengthwise.core.files import replace_file
+from lengthwise.core.files import read_json, replace_file
+
+FIGURES, PAGE = "simulation.json", "report.html"
 
 
 def plain_console() -> Console:
@@ -67,3 +73,49 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError as error:
         got = error.strerror or str(error)
         raise OutputError(str(path), expected="a file to write", got=got, remedy="Choose another --out.") from None
+
+
+def refuse_others_files(folder: Path) -> None:
+    """Raise OutputError if the folder cannot be written, or has files that are not of a simulation."""
+    refuse_unwritable(folder)
+    from lengthwise.planner import planner_names
+
+    ours = {FIGURES, PAGE, *map(_trace_name, planner_names())}
+    there = sorted(name for name in ours if (folder / name).exists())
+    if there and _earlier_planners(folder) is None:
+        where, expected = str(folder), "an empty folder, or one of an earlier simulation, which is then replaced"
+        got = f"{', '.join(there)}, not written by a simulation"
+        raise OutputError(where, expected=expected, got=got, remedy="Choose another --out, or move these files.")
+
+
+def write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str, str]) -> None:
+    """Replace all files of an earlier simulation; traces: by planner. Raises OutputError."""
+    for planner in _earlier_planners(folder) or ():
+        if planner not in traces:
+            try:
+                (folder / _trace_name(planner)).unlink(missing_ok=True)
+            except OSError as error:
+                where = str(folder / _trace_name(planner))
+                expected, got = "permission to remove files of an earlier simulation", error.strerror or str(error)
+                raise OutputError(where, expected=expected, got=got, remedy="Choose another --out.") from None
+    for planner, trace in traces.items():
+        write_atomically(folder / _trace_name(planner), trace)
+    write_atomically(folder / PAGE, page)
+    write_atomically(folder / FIGURES, figures)  # last: it says which traces belong to it
+
+
+def _earlier_planners(folder: Path) -> list[str] | None:
+    from lengthwise.planner import planner_names
+    from lengthwise.report.simulation import SCHEMA
+
+    try:
+        figures = read_json(folder / FIGURES)
+    except ValueError:
+        return None
+    is_ours = isinstance(figures, dict) and figures.get("schema") == SCHEMA
+    planners = figures.get("planners") if is_ours else None
+    return [planner for planner in planner_names() if planner in planners] if isinstance(planners, dict) else None
+
+
+def _trace_name(planner: str) -> str:
+    return f"trace-{planner}.json"

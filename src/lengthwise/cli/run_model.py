@@ -53,14 +53,24 @@ def adapters_of(config: RunConfig) -> int | None:
     return check_lora(find_model(config.model, weights=config.weights), config.lora)
 
 
-def shape_of_run(config: RunConfig) -> ModelShape:
+def trained_of(config: RunConfig) -> dict[str, Any]:
+    """Return what `compare_ways` takes of a run file: the LoRA rank, read without torch, and the place of states."""
+    lora = config.lora
+    rank = lora and lora.r
+    if lora is not None and lora.adapter is not None:
+        rank = read_json_object(str(Path(lora.adapter) / "adapter_config.json"))["r"]
+    return {"lora": rank, "offloads": config.optimizer.offload}
+
+
+def shape_of_run(
+    config: RunConfig, *, remedy: str = "Add --model-shape llama-7b --hardware h100, or other names."
+) -> ModelShape:
     """Read the shape of a run file's model without torch."""
     if config.model == "tiny":
         return named_shape("tiny")
     path = Path(config.model) / "config.json"
     if not path.is_file():
         expected = "tiny, or a local folder with config.json, to know its costs"
-        remedy = "Add --model-shape llama-7b --hardware h100, or other names."
         raise ConfigError("model", expected=expected, got=config.model, remedy=remedy)
     check_trained(str(path))
     return shape_from_config(read_json_object(str(path)))

@@ -7,7 +7,7 @@ that has files of these names but no simulation.json of ours is refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,19 +16,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from lengthwise.cli.options import PlanChoices, named_alike, refuse_beside, refuse_but_one
-from lengthwise.cli.output import plain_console, refuse_unwritable, write_atomically
-from lengthwise.cli.simulate_meshes import TOKENS_A_DEVICE, MeshChoices, compare_ways, search_planners
-from lengthwise.cli.sources import KnownLengths, lengths_of_data, listed_lengths, read_branches, refuse_data
-from lengthwise.core.errors import Collector, ConfigError, ModelRefused, OutputError, raise_problems
-from lengthwise.core.files import read_json
+from lengthwise.cli.output import FIGURES, PAGE, plain_console, refuse_others_files, write_simulation
+from lengthwise.cli.run_model import trained_of
+from lengthwise.cli.simulate_meshes import MeshChoices, compare_ways, search_planners
+from lengthwise.cli.sources import (
+    KnownLengths,
+    lengths_of_data,
+    lengths_of_run,
+    listed_lengths,
+    read_branches,
+    refuse_data,
+)
+from lengthwise.core.errors import Collector, ConfigError, ModelRefused, raise_problems
 from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens, read_whole
 
 if TYPE_CHECKING:
+    from lengthwise.config import RunConfig
     from lengthwise.cost import Cost
     from lengthwise.simulator import Best, Scenario
 
-_FIGURES, _PAGE = "simulation.json", "report.html"
 _MOST_COUNT = 10_000  # of batches, and of ranks in a trace; more take days, or a browser's memory
 _USUAL = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale", "lengthwise")
 _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model tokenizer capacity ranks data") | {
@@ -48,20 +55,30 @@ _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationInput:
-    """A command line that was read; known: None if data are not read yet. context_tokens: None if not given."""
+    """A command line that was read; lengths: reads them. Tokens: None if not given.
+
+    trained: the LoRA rank if adapters train (`lora`), and whether the host has the optimizer's states (`offloads`).
+    """
 
     planners: list[str]
-    known: KnownLengths | None
-    wanted_tokens: int
+    lengths: Callable[[], KnownLengths]
+    wanted_tokens: int | None
     context_tokens: int | None
+    trained: dict[str, Any]
     scenario: Scenario
 
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Simulate how long a step takes with Lengthwise and with today's usual methods; prints one sentence and five
+    """Simulate how long a step takes with Lengthwise and with today's usual methods; prints one sentence and six
     rows."""
 
+    run_file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RUN.yaml", help_behavior_hint="")] = (
+        None
+    )
+    """A run file, for its model, data, batches and LoRA; layout and recomputation are the best ones for all rows."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="RUN.yaml", help_behavior_hint="")] = None
+    """The run file, as an option."""
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
     """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), or a JSON list."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.jsonl|FOLDER ...", help_behavior_hint="")] = ()
@@ -76,7 +93,7 @@ class Simulate:
     batch_tokens: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="(default: 128K a GPU)")] = (
         None
     )
-    """Tokens of one step."""
+    """Tokens of one step; a run file has its own, and its first steps are then simulated."""
     branches: Annotated[str | None, tyro.conf.arg(metavar="NxTOKENS", help_behavior_hint="")] = None
     """Completions of each prompt, and tokens of every prompt, for example 8x1K (GRPO). Lengths are then those of
     completions, in the order of a step; Lengthwise computes a prompt once where that pays."""
@@ -120,20 +137,23 @@ class Simulate:
         from lengthwise.report.tables import wrapped
 
         asked, console = self._read(), plain_console()
-        known = asked.known or lengths_of_data(self.data, self.tokenizer, self.empty)
+        known = asked.lengths()
         branches = asked.scenario.branches
         prompt_tokens = 0 if branches is None else branches.prompt_tokens
         batches, context = known.batches(
-            asked.wanted_tokens, self.batches, asked.context_tokens, prompt_tokens=prompt_tokens
+            asked.wanted_tokens,
+            self.batches,
+            asked.context_tokens,
+            devices=asked.scenario.devices,
+            prompt_tokens=prompt_tokens,
         )
         planners = asked.planners if self.is_detailed else []
         scenario = replace(asked.scenario, context_tokens=context, loader=self.loader)
-        changes = {"kinds": self.machine.kinds, "offloads": self.offload_optimizer}
-        comparison = compare_ways(scenario, batches, lora=self.lora, **changes)
+        comparison = compare_ways(scenario, batches, kinds=self.machine.kinds, **asked.trained)
         sentence, notes = answer_sentence(comparison, known.unit), [*self._text_alone(), *answer_notes(comparison)]
         if planners and (self.all or self.machine.tp or self.machine.pp):
             notes = [*notes, "These rows have one device a rank; --all, --tp and --pp count in the details below."]
-        about = self._about(scenario, batches, known)
+        about = self._about(scenario, batches, known, **asked.trained)
         width = console.width if console.is_terminal else None
         lines = (wrapped(each, width) for each in (about, *notes))
         for part in (wrapped(sentence, width), "", answer_table(comparison), "", *lines):
@@ -155,8 +175,8 @@ class Simulate:
             page = simulation_page(
                 comparison, about=about, sentence=sentence, notes=notes, verdict=verdict, remarks=said
             )
-            _write_simulation(self.out, figures, page, self._traces(comparison.planners))
-            console.print(f"written to {self.out}: {_FIGURES}, {_PAGE}{', trace-*.json' * bool(planners)}")
+            write_simulation(self.out, figures, page, self._traces(comparison.planners))
+            console.print(f"written to {self.out}: {FIGURES}, {PAGE}{', trace-*.json' * bool(planners)}")
         elif not planners:
             console.print(
                 "More: --details compares all planners on the same engine; --out FOLDER writes a page, and JSON."
@@ -224,12 +244,15 @@ class Simulate:
         problems = Collector()
         attempt = problems.attempt
         if self.out is not None:
-            attempt(partial(_refuse_others_files, self.out))
+            attempt(partial(refuse_others_files, self.out))
         if self.lora is not None:
             attempt(partial(read_whole, "--lora", self.lora))
         branches = None if self.branches is None else attempt(partial(read_branches, self.branches))
-        of_rows = {"--lora": self.lora, "--branches": self.branches}
-        for option, given in (of_rows | {"--offload-optimizer": self.offload_optimizer or None}).items():
+        config = attempt(self._read_config)
+        trained: dict[str, Any] = {"lora": None, "offloads": False} if config is None else trained_of(config)
+        trained = {"lora": self.lora or trained["lora"], "offloads": self.offload_optimizer or trained["offloads"]}
+        of_rows = {"--lora": trained["lora"], "--branches": self.branches}
+        for option, given in (of_rows | {"--offload-optimizer": trained["offloads"] or None}).items():
             if given is not None and self.is_detailed:
                 remedy = "Leave out one of them."
                 expected = "nothing beside planners in detail, which train whole models and sequences on the devices"
@@ -239,36 +262,57 @@ class Simulate:
             attempt(partial(read_whole, f"--{name.replace('_', '-')}", getattr(self, name), most=_MOST_COUNT))
         if self.loader not in LOADERS:
             problems.add(unknown_name("--loader", self.loader, LOADERS))
-        lengths = attempt(self._known_lengths)
+        lengths = attempt(partial(self._lengths, config)) if config or not self._run_file else None
         text = self.batch_tokens
         wanted = None if text is None else attempt(partial(parse_tokens, text, "--batch-tokens"))
         context = None if self.context is None else attempt(partial(parse_tokens, self.context, "--context"))
-        scenario = self.machine.read(self.planning, problems, one_device=not self.all)
+        scenario = self.machine.read(self.planning, problems, one_device=not self.all, config=config)
         options, cost = self.machine.options(self.planning), _cost_of_one_mesh(scenario) if scenario else None
         layers = scenario.shape.layers if scenario else 1
         for planner in planners or ["lengthwise"]:
             attempt(partial(replace(options, planner=planner, layers=layers).checked, 1, cost))
         problems.raise_all()
-        if not (planners and scenario):
+        if not (planners and scenario and lengths):
             raise AssertionError("what is None or empty was reported")
-        wanted = wanted or TOKENS_A_DEVICE * scenario.devices
-        scenario = replace(scenario, branches=branches)
         return SimulationInput(
-            planners=planners, known=lengths, wanted_tokens=wanted, context_tokens=context, scenario=scenario
+            planners=planners,
+            lengths=lengths,
+            wanted_tokens=wanted,
+            context_tokens=context,
+            trained=trained,
+            scenario=replace(scenario, branches=branches),
         )
 
-    def _known_lengths(self) -> KnownLengths | None:
-        """Return lengths that need no reading of data; refuse data that are not there."""
-        refuse_but_one("simulate", {"--lengths": self.lengths is not None, "--data": bool(self.data)})
+    @property
+    def _run_file(self) -> Path | None:
+        return self.config or self.run_file
+
+    def _read_config(self) -> RunConfig | None:
+        if self._run_file is None:
+            return None
+        from lengthwise.config import load_config
+
+        unused = {"--measurements": self.machine.measurements, "--config": self.run_file and self.config}
+        refuse_beside(unused, "nothing beside RUN.yaml", "Leave out {option}, or give --data in place of the run file.")
+        return load_config(self._run_file)
+
+    def _lengths(self, config: RunConfig | None) -> Callable[[], KnownLengths]:
+        """Return what reads the lengths; refuse data that are not there."""
+        sources = {"RUN.yaml": config is not None, "--lengths": self.lengths is not None, "--data": bool(self.data)}
+        refuse_but_one("simulate", sources)
+        counting = {
+            "--tokenizer": None if self.tokenizer == "bytes" else self.tokenizer,
+            "--empty": None if self.empty == "error" else self.empty,
+        }
+        if config is not None and self._run_file is not None:
+            refuse_beside(counting, "nothing beside a run file, which has its own", "Leave it out, or change the file.")
+            return partial(lengths_of_run, self._run_file, config)
         if self.lengths is not None:
-            unused = {
-                "--tokenizer": None if self.tokenizer == "bytes" else self.tokenizer,
-                "--empty": None if self.empty == "error" else self.empty,
-            }
-            refuse_beside(unused, "nothing beside --lengths, which are tokens already", "Leave it out, or give --data.")
-            return listed_lengths(self.lengths)
+            expected = "nothing beside --lengths, which are tokens already"
+            refuse_beside(counting, expected, "Leave it out, or give --data.")
+            return partial(listed_lengths, self.lengths)
         refuse_data(self.data, self.empty)
-        return None
+        return partial(lengths_of_data, self.data, self.tokenizer, self.empty)
 
     def _planner_names(self) -> list[str]:
         from lengthwise.planner.registry import unknown_planner
@@ -282,12 +326,14 @@ class Simulate:
             raise ConfigError("--planners", expected="each planner once", got=got, remedy=remedy)
         return names
 
-    def _about(self, scenario: Scenario, batches: list[list[int]], known: KnownLengths) -> str:
+    def _about(
+        self, scenario: Scenario, batches: list[list[int]], known: KnownLengths, *, lora: int | None, offloads: bool
+    ) -> str:
         from lengthwise.report.branches import branches_text
 
         mesh = "" if scenario.only is None else f", all on one mesh: {scenario.only}"
-        mesh = f"{mesh}, LoRA of rank {self.lora}" if self.lora else mesh
-        mesh = f"{mesh}, optimizer on the host" if self.offload_optimizer else mesh
+        mesh = f"{mesh}, LoRA of rank {lora}" if lora else mesh
+        mesh = f"{mesh}, optimizer on the host" if offloads else mesh
         shared = branches_text(scenario.branches)
         sums = sorted({sum(batch) for batch in batches})
         size = f"{sums[0]:,}" if len(sums) == 1 else f"{sums[0]:,} to {sums[-1]:,}"
@@ -323,49 +369,3 @@ class Simulate:
 
 def _cost_of_one_mesh(scenario: Scenario) -> Cost:
     return scenario.cost_of(scenario.mesh(scenario.tensors[0], scenario.stages[0]))
-
-
-def _refuse_others_files(folder: Path) -> None:
-    """Raise OutputError if the folder cannot be written, or has files that are not of a simulation."""
-    refuse_unwritable(folder)
-    from lengthwise.planner import planner_names
-
-    ours = {_FIGURES, _PAGE, *map(_trace_name, planner_names())}
-    there = sorted(name for name in ours if (folder / name).exists())
-    if there and _earlier_planners(folder) is None:
-        where, expected = str(folder), "an empty folder, or one of an earlier simulation, which is then replaced"
-        got = f"{', '.join(there)}, not written by a simulation"
-        raise OutputError(where, expected=expected, got=got, remedy="Choose another --out, or move these files.")
-
-
-def _write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str, str]) -> None:
-    """Replace all files of an earlier simulation; traces: by planner. Raises OutputError."""
-    for planner in _earlier_planners(folder) or ():
-        if planner not in traces:
-            try:
-                (folder / _trace_name(planner)).unlink(missing_ok=True)
-            except OSError as error:
-                where = str(folder / _trace_name(planner))
-                expected, got = "permission to remove files of an earlier simulation", error.strerror or str(error)
-                raise OutputError(where, expected=expected, got=got, remedy="Choose another --out.") from None
-    for planner, trace in traces.items():
-        write_atomically(folder / _trace_name(planner), trace)
-    write_atomically(folder / _PAGE, page)
-    write_atomically(folder / _FIGURES, figures)  # last: it says which traces belong to it
-
-
-def _earlier_planners(folder: Path) -> list[str] | None:
-    from lengthwise.planner import planner_names
-    from lengthwise.report.simulation import SCHEMA
-
-    try:
-        figures = read_json(folder / _FIGURES)
-    except ValueError:
-        return None
-    is_ours = isinstance(figures, dict) and figures.get("schema") == SCHEMA
-    planners = figures.get("planners") if is_ours else None
-    return [planner for planner in planner_names() if planner in planners] if isinstance(planners, dict) else None
-
-
-def _trace_name(planner: str) -> str:
-    return f"trace-{planner}.json"

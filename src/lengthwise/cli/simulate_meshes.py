@@ -32,13 +32,13 @@ from lengthwise.report.progress import LiveLine, showing
 if TYPE_CHECKING:
     from multiprocessing.queues import SimpleQueue
 
+    from lengthwise.config import RunConfig
     from lengthwise.core.shape import ModelShape
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
     from lengthwise.simulator import Best, Comparison, RankMesh, Scenario
 
 MESHES = ("best", "same")
-TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
 _SHOWN_EVERY_SECONDS = 0.2
 _SLOW = ("lengthwise", "bytescale", "single-degree")
 _MANY_DEVICES = 2048  # above, a planner takes seconds for a plan
@@ -90,10 +90,12 @@ class MeshChoices:
         given = (self.ranks, self.measurements, self.tp, self.pp)
         return self.mesh == "best" and all(each is None for each in given)
 
-    def read(self, planning: PlanChoices, problems: Collector, *, one_device: bool = False) -> Scenario | None:
+    def read(
+        self, planning: PlanChoices, problems: Collector, *, one_device: bool = False, config: RunConfig | None = None
+    ) -> Scenario | None:
         """Read the scenario; None if something is wrong with it, which `problems` then has.
 
-        one_device: ranks default to one device, without a search.
+        one_device: ranks default to one device, without a search. config: has the model, unless an option names one.
         """
         attempt, before = problems.attempt, len(problems.problems)
         for option, value in (("--tp", self.tp), ("--pp", self.pp)):
@@ -104,7 +106,7 @@ class MeshChoices:
         attempt(partial(refuse_kind, self.recompute, self.capacity))
         capacity = None if self.capacity is None else attempt(partial(parse_tokens, self.capacity, "--capacity"))
         devices = attempt(self._devices) if (self.tp or 1) > 0 and (self.pp or 1) > 0 else None
-        described = self._priced(planning, problems) if self.measurements is None else attempt(self._measured)
+        described = self._priced(planning, problems, config) if self.measurements is None else attempt(self._measured)
         if len(problems.problems) > before or not described or not devices:
             return None
         scenario = attempt(partial(self._scenario, planning, capacity, devices, described, one_device))
@@ -168,13 +170,18 @@ class MeshChoices:
         is_searched = self.mesh == "best" and self.ranks is None and self.measurements is None
         return self.pp or (2 if mode == "pipeline" and is_searched else None)
 
-    def _priced(self, planning: PlanChoices, problems: Collector) -> tuple[ModelShape, Hardware, None] | None:
+    def _priced(
+        self, planning: PlanChoices, problems: Collector, config: RunConfig | None
+    ) -> tuple[ModelShape, Hardware, None] | None:
+        from lengthwise.cli.run_model import shape_of_run
         from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 
-        if self.model is None:
+        if self.model is None and config is None:
             got, remedy = "neither", "Give exactly one."
             problems.add(ConfigError("simulate", expected="one of --model and --measurements", got=got, remedy=remedy))
         shape = problems.attempt(partial(named_shape, self.model)) if self.model is not None else None
+        if config is not None and self.model is None:
+            shape = problems.attempt(partial(shape_of_run, config, remedy="Add --model qwen3-8b, or another name."))
         hardware = problems.attempt(partial(named_hardware, self.hardware or "h100"))
         if hardware is not None and self.kernel is not None:
             hardware = problems.attempt(partial(hardware.with_kernel, self.kernel))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,22 +16,26 @@ from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.sizes import parse_tokens, read_whole
 
 if TYPE_CHECKING:
-    from lengthwise.config import DataSource
+    from lengthwise.config import DataSource, RunConfig
+    from lengthwise.data import Batches, Dataset
     from lengthwise.simulator.branches import Branches
 
 _RUN_FILES = (".yaml", ".yml")
 _PUBLISHED_CONTEXT = "128K"
+_TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
+OF_A_STREAM = 1000  # sequences that are read
 _EMPTY = ("error", "skip")
 _MOST_SEQUENCES = 2**22  # of a batch: short lengths and the batch of a large cluster would take all memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSources:
-    """Sources, what makes tokens of their texts, and what messages call them by."""
+    """Sources, what makes tokens of their texts, and what messages call them by; config: the run file's."""
 
     sources: tuple[DataSource, ...]
     tokenizer: str
     key: str
+    config: RunConfig | None = None
 
 
 def is_run_file(inputs: Sequence[Path]) -> bool:
@@ -65,7 +71,7 @@ def asked_sources(
             raise ConfigError("--eval", expected="a run file with eval", got="none", remedy=remedy)
         if of_eval and config.eval is not None:
             return NamedSources(sources=config.eval.data, tokenizer=config.tokenizer_name, key="eval.data")
-        return NamedSources(sources=config.data, tokenizer=config.tokenizer_name, key="data")
+        return NamedSources(sources=config.data, tokenizer=config.tokenizer_name, key="data", config=config)
     problems = Collector()
     if not inputs:
         remedy = "Name a run file, or files of data."
@@ -83,7 +89,7 @@ class KnownLengths:
     """Lengths to draw batches from, in tokens, and how they were counted.
 
     unit: "tokens", "bytes" of texts that no tokenizer has seen, or "tokens of NAME". left_out: skipped rows by reason.
-    recipe: a published set, drawn anew for each batch.
+    recipe: a published set, drawn anew for each batch. steps: of a run file, in the order of training.
     """
 
     name: str
@@ -91,6 +97,7 @@ class KnownLengths:
     lengths: Sequence[int] = ()
     unit: str = "tokens"
     left_out: Mapping[str, int] = field(default_factory=dict)
+    steps: Batches | None = None
 
     @property
     def note(self) -> str:
@@ -103,10 +110,17 @@ class KnownLengths:
         return "; ".join(notes)
 
     def batches(
-        self, wanted_tokens: int, number: int, context_tokens: int | None, *, prompt_tokens: int = 0
+        self,
+        wanted_tokens: int | None,
+        number: int,
+        context_tokens: int | None,
+        *,
+        devices: int,
+        prompt_tokens: int = 0,
     ) -> tuple[list[list[int]], int]:
-        """Draw `number` batches, each with its own seed; return them and the longest possible sequence.
+        """Return `number` batches, and the longest possible sequence.
 
+        wanted_tokens: of a batch, drawn with a seed of its own. If None, a run file's first steps, else 128K a device.
         prompt_tokens: in front of each known length; a sequence is both.
 
         Raises:
@@ -115,6 +129,8 @@ class KnownLengths:
         """
         from lengthwise.data.recipes import draw_lengths
 
+        takes_steps = wanted_tokens is None and self.steps is not None
+        wanted_tokens = wanted_tokens or _TOKENS_A_DEVICE * devices
         if self.recipe is not None:
             context = context_tokens or parse_tokens(_PUBLISHED_CONTEXT, "--context")
             if context <= prompt_tokens:
@@ -134,10 +150,14 @@ class KnownLengths:
             expected, remedy = f"at least the longest sequence, {longest}", "Raise it."
             problems.append(ConfigError("--context", expected=expected, got=str(context_tokens), remedy=remedy))
         try:
-            self._refuse_many(round(wanted_tokens * len(lengths) / sum(lengths)), wanted_tokens)
+            if not takes_steps:
+                self._refuse_many(round(wanted_tokens * len(lengths) / sum(lengths)), wanted_tokens)
         except ConfigError as error:
             problems.append(error)
         raise_problems(problems)
+        if takes_steps and self.steps is not None:
+            taken = (self.steps.dataset.lengths[step.ids] for step in islice(self.steps, number))
+            return [(prompt_tokens + own).tolist() for own in taken], context_tokens or longest
         return [drawn_batch(lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
 
     def _refuse_many(self, sequences: int, wanted_tokens: int) -> None:
@@ -183,7 +203,6 @@ def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownL
     """Read one's own data and count their tokens; errors of `load_dataset`, all bad rows together."""
     from lengthwise.config import DataSource
     from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
-    from lengthwise.data.prepared import prepared_with
 
     used: list[str] = []
 
@@ -193,12 +212,54 @@ def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownL
 
     sources = [DataSource.model_validate({"path": path, "empty": empty}) for path in paths]
     dataset = load_dataset(sources, tokenizer=load, vocab_size=None, key="--data", check_tokenizer=False)
-    used += [name for name in map(prepared_with, paths) if name is not None]
-    units = ["bytes" if name == "bytes" else f"tokens of {name}" for name in dict.fromkeys(used)]
-    unit = " and ".join(units) or "tokens"
-    lengths = [int(length) for length in dataset.lengths[dataset.ids]]
     others = f" and {counted(len(paths) - 1, 'other')}" if len(paths) > 1 else ""
-    return KnownLengths(name=f"{paths[0]}{others}", lengths=lengths, unit=unit, left_out=dataset.skipped)
+    return known_lengths(dataset, f"{paths[0]}{others}", tokenizers_of(used, sources))
+
+
+def lengths_of_run(path: Path, config: RunConfig) -> KnownLengths:
+    """Read the data of a run file, as training does; errors of `load_dataset`."""
+    from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
+    from lengthwise.data.load import first_rows
+
+    used: list[str] = []
+
+    def load() -> Tokenizer:
+        used.append(config.tokenizer_name)
+        return load_tokenizer(config.tokenizer_name)
+
+    streams = bool(config.data[0].streaming)
+    read = partial(first_rows, sequences=OF_A_STREAM) if streams else load_dataset
+    dataset = read(config.data, tokenizer=load, vocab_size=None)
+    first = f", its first {counted(len(dataset.ids), 'sequence')}" * streams
+    return known_lengths(dataset, f"{path}{first}", tokenizers_of(used, config.data), config)
+
+
+def tokenizers_of(used: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
+    """Return what made the tokens of rows: tokenizers that were `used`, and those of prepared sources."""
+    from lengthwise.data.prepared import prepared_with
+
+    paths = (source.path for source in sources if source.path is not None)
+    return list(dict.fromkeys([*used, *(each for each in map(prepared_with, paths) if each is not None)]))
+
+
+def unit_of(tokenizers: Sequence[str]) -> str:
+    """Say what lengths are counted in."""
+    return " and ".join("bytes" if each == "bytes" else f"tokens of {each}" for each in tokenizers) or "tokens"
+
+
+def known_lengths(
+    dataset: Dataset, name: str, tokenizers: Sequence[str], config: RunConfig | None = None
+) -> KnownLengths:
+    """Return the lengths of read rows, with the steps of a run file. DataError: there are none to train on."""
+    from lengthwise.data import Batches
+
+    return KnownLengths(
+        name=name,
+        lengths=dataset.lengths[dataset.ids].tolist(),
+        unit=unit_of(tokenizers),
+        left_out=dataset.skipped,
+        steps=None if config is None else Batches(dataset, config),
+    )
 
 
 def drawn_batch(known: Sequence[int], wanted_tokens: int, seed: int) -> list[int]:

@@ -164,5 +164,6 @@ def _exercised(plan: Plan, shared_keys: tuple[int, ...]) -> str:
     groups = sorted({piece.heads for m in plan.microbatches for piece in m.pieces} - {1})
     split = f", heads split in groups of {', '.join(map(str, groups))}" if groups else ", no heads split"
     if groups:
-        split += f", heads of keys shared in {', '.join(map(str, shared_keys))}" if shared_keys else ", no keys shared"
+        several = f", key heads on several ranks in groups of {', '.join(map(str, shared_keys))}"
+        split += several if shared_keys else ", each key head on one rank"
     return f"exercised: rings of {rings} ranks{split}{', packs on one rank' * (1 in degrees(plan))}{offload}"

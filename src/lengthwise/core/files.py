@@ -218,7 +218,9 @@ def parse_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=unique_keys)
     except json.JSONDecodeError as error:
-        raise ValueError(f"broken JSON: {error.msg} at line {error.lineno}, column {error.colno}") from None
+        raise ValueError(
+            f"broken JSON: {error.msg.removesuffix(' at')} at line {error.lineno}, column {error.colno}"
+        ) from None
     except RecursionError:
         raise ValueError("nesting too deep to read") from None
 

@@ -87,7 +87,9 @@ class RowParser:
         except json.JSONDecodeError as error:
             column = min(error.pos, len(text.rstrip())) + 1  # at the line's end, not at the start of the next
             cut = "; the file ends inside this line, is it cut off?" if last else ""
-            raise refuse_row(where, "JSON", f"broken JSON: {error.msg} at column {column}{cut}") from None
+            raise refuse_row(
+                where, "JSON", f"broken JSON: {error.msg.removesuffix(' at')} at column {column}{cut}"
+            ) from None
         except ValueError as error:  # a key twice, or a number of thousands of digits
             raise refuse_row(where, "JSON", str(error)) from None
         except RecursionError:

@@ -1,4 +1,4 @@
-"""A comparison as text: the answer in one sentence and five rows, planners in detail, and all figures as JSON.
+"""A comparison as text: the answer in one sentence and six rows, planners in detail, and all figures as JSON.
 
 In detail a planner has two entries if they differ: its best mesh that this engine runs, then the best of all.
 """
@@ -13,7 +13,7 @@ from lengthwise.core.names import counted
 from lengthwise.report.branches import branches_json, branches_notes
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
-from lengthwise.simulator import LAYOUTS, MODEL_ERROR, OURS, Best, Comparison, Found, Gain, gain_over
+from lengthwise.simulator import LAYOUTS, MODEL_ERROR, OURS, POWERS, Best, Comparison, Found, Gain, gain_over
 from lengthwise.simulator.rivals import BY_WORK
 
 SCHEMA = "lengthwise.simulation/1"
@@ -52,11 +52,15 @@ def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:
         return f"{took}; FSDP2 cannot hold these sequences here."
     gain = _gain(theirs, ours)
     best = f"the best otherwise takes {seconds(theirs.mean_seconds)} ({theirs.planner})"
+    powers, also = comparison.powers and comparison.powers.any_mesh, ""
+    if powers is not None:
+        by_rule = _gain(powers, ours)
+        also = f"; {POWERS}: {'equal' if by_rule.is_equal else f'{by_rule.ratio:.2f}x'}"
     if gain.is_equal:
-        return f"{took}; {best}: equal within the model's {100 * MODEL_ERROR:.0f} %."
+        return f"{took}; {best}: equal within the model's {100 * MODEL_ERROR:.0f} %{also}."
     if gain.ratio > 1:
-        return f"{took}; {best}: {gain.ratio:.2f}x as long."
-    return f"{took}; {best}: no gain, Lengthwise takes {1 / gain.ratio:.2f}x as long."
+        return f"{took}; {best}: {gain.ratio:.2f}x as long{also}."
+    return f"{took}; {best}: no gain, Lengthwise takes {1 / gain.ratio:.2f}x as long{also}."
 
 
 def tokens_text(tokens: int) -> str:
@@ -138,6 +142,9 @@ def answer_notes(comparison: Comparison) -> list[str]:
     if any(found.planner == BY_WORK for found in fitting):
         how = "batches sorted by work, so that like ones run at once; no trainer does that by itself"
         notes.append(f"{BY_WORK}: {how}.")
+    if comparison.powers is not None:
+        how = "Megatron-Core's rule gives each sequence its GPUs; on this engine, with whole parameters on each GPU"
+        notes.append(f"{POWERS}: {how}.")
     rings = [found.planner for found in fitting if found.mesh.lock_step and found.mesh.lock_step.degree > 1]
     if rings and scenario.shape.mixer_kept:
         how = "priced as if a ring could cut layers with states or convolutions; no trainer on FSDP2 does that"

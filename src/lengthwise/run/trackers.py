@@ -92,7 +92,7 @@ class RunArguments:
     output_dir: str
     settings: Mapping[str, Any]
     run_name: str | None = None
-    project: str = field(default_factory=lambda: os.environ.get("TRACKIO_PROJECT", "huggingface"))
+    project: str = field(default_factory=lambda: os.environ.get("TRACKIO_PROJECT", "lengthwise"))
     trackio_space_id: str | None = field(default_factory=lambda: os.environ.get("TRACKIO_SPACE_ID"))
     trackio_bucket_id: str | None = None
     trackio_static_space_id: bool = False  # nothing is published at the end
@@ -115,7 +115,11 @@ class _Tracker:
 
         config = job.config
         settings = config.model_dump(mode="json")
-        self._arguments = RunArguments(output_dir=str(config.output), settings=settings)
+        self._arguments = RunArguments(
+            output_dir=str(config.output),
+            settings=settings,
+            run_name=config.output.name if name == "trackio" else None,  # others name runs by their own variables
+        )
         self._state = TrainerState(max_steps=job.num_steps, global_step=first_step - 1)
         self._control = TrainerControl()
         self._model = SimpleNamespace(config=job.model.config)

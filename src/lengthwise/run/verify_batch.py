@@ -75,7 +75,7 @@ def part_of_batch(job: Job) -> VerifyBatch:
     changes = [f"{len(rows)} of {len(first.ids)} sequences"] if len(rows) < len(first.ids) else []
     changes += [f"cut to at most {longest} tokens"] if is_cut else []
     changes += [f"capacity_tokens {capacity}"] if capacity != held else []
-    changes += [f"{counted(len(more), 'microbatch')} added"] if more else []
+    changes += [f"{counted(len(more), 'microbatch')} added, to check what this batch does not do"] if more else []
     batch = StepBatch(part.dataset, range(len(rows)), placeholders=placeholders(job.model.config))
     return _estimated(part, batch, plan, (*changes, *ways))
 

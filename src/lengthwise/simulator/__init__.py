@@ -2,7 +2,7 @@
 
 from lengthwise.simulator.branches import Branches
 from lengthwise.simulator.clocks import simulate_plan
-from lengthwise.simulator.comparison import LAYOUTS, OURS, Comparison, auto_layout, compare, compare_layouts
+from lengthwise.simulator.comparison import LAYOUTS, OURS, POWERS, Comparison, auto_layout, compare, compare_layouts
 from lengthwise.simulator.found import Found, run_batches
 from lengthwise.simulator.gains import MODEL_ERROR, Gain, gain_over
 from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
@@ -16,6 +16,7 @@ __all__ = [
     "LOADERS",
     "MODEL_ERROR",
     "OURS",
+    "POWERS",
     "Best",
     "Branches",
     "Comparison",

@@ -4,6 +4,7 @@ Without tensor parallelism or stages: FSDP2 with padding, with packing, and with
 the order of a shuffled set or, with one's own sampler, sorted by work; and Lengthwise as it trains by default: with the
 layout that a run takes (hybrid as if all nodes ran in lock-step), microbatches as memory allows. All are planned,
 simulated and searched alike (`mesh_search`), with each sequence whole; then ours once more, if sequences share prompts.
+Beside them: degrees by Megatron-Core's rule, a power of two for each sequence, on our engine (`zero1`, as it has).
 A few seconds for 8 devices.
 """
 
@@ -23,7 +24,7 @@ from lengthwise.simulator.mesh_search import Best, MeshSearch
 from lengthwise.simulator.meshes import RankMesh, Scenario
 from lengthwise.simulator.rivals import PACKED, PADDED, RIVALS, lock_steps
 
-OURS = "Lengthwise"
+OURS, POWERS = "Lengthwise", "power-of-two degrees"
 LAYOUTS: tuple[Shard, ...] = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
 
 Batches = Sequence[Sequence[int]]
@@ -33,10 +34,10 @@ Batches = Sequence[Sequence[int]]
 class Comparison:
     """What was found for each way to train on the batches of a scenario; entry i of a batch: tokens of sequence i.
 
-    rivals: FSDP2 in each way that exists on these devices. layouts: Lengthwise with each layout, in the order of
-    `LAYOUTS`. auto: the layout that `shard: auto` takes, or None if none fits without offload. shared: Lengthwise on
-    the mesh of `apart`, with plans that may share prompts. If None, sequences have none in common, or no such plan
-    fits. planners: in detail.
+    rivals: FSDP2 in each way that exists on these devices. powers: `POWERS`, or None on one device. layouts: Lengthwise
+    with each layout, in the order of `LAYOUTS`. auto: the layout that `shard: auto` takes, or None if none fits without
+    offload. shared: Lengthwise on the mesh of `apart`, with plans that may share prompts. If None, sequences have none
+    in common, or no such plan fits. planners: in detail.
     """
 
     scenario: Scenario
@@ -44,6 +45,7 @@ class Comparison:
     rivals: tuple[Best, ...]
     layouts: tuple[Best, ...]
     auto: Shard | None = None
+    powers: Best | None = None
     shared: Best | None = None
     planners: tuple[Best, ...] = ()
 
@@ -63,11 +65,11 @@ class Comparison:
     @property
     def rows(self) -> tuple[Best, ...]:
         """The ways to train, ours last."""
-        return (*self.rivals, self.ours)
+        return (*self.rivals, *([self.powers] if self.powers else []), self.ours)
 
     @property
     def best_other(self) -> Best | None:
-        """The quickest of the others, of equals in three digits the first, or None if none fits."""
+        """The quickest of FSDP2's rows, of equals in three digits the first, or None if none fits."""
         fitting = [row for row in self.rivals if row.any_mesh is not None]
         return min(fitting, key=lambda row: float(f"{_seconds(row):.3g}"), default=None)
 
@@ -82,7 +84,8 @@ def compare(batches: Batches, scenario: Scenario) -> Comparison:
     rivals = tuple(_rival(name, batches, scenario) for name in (RIVALS if scenario.devices > 1 else RIVALS[:2]))
     layouts = tuple(compare_layouts(batches, scenario))
     auto = auto_layout(batches, scenario, layouts)
-    found = Comparison(scenario=scenario, batches=batches, rivals=rivals, layouts=layouts, auto=auto)
+    powers = _powers(batches, scenario) if scenario.devices > 1 else None
+    found = Comparison(scenario=scenario, batches=batches, rivals=rivals, layouts=layouts, auto=auto, powers=powers)
     return replace(found, shared=_shared(found.apart, batches, scenario))
 
 
@@ -134,6 +137,15 @@ def _rival(name: str, batches: Batches, scenario: Scenario) -> Best:
     found = MeshSearch(planner=name, batches=batches, scenario=scenario).best_of(meshes)
     cuts = name not in (PADDED, PACKED)
     return Best(planner=name, any_mesh=found, refusal=None if found else _unheld(batches, scenario, "zero3", cuts=cuts))
+
+
+def _powers(batches: Batches, scenario: Scenario) -> Best:
+    """Run degrees by powers of two on our engine, at the best of the capacities that fit."""
+    alone = replace(scenario, tensors=(1,), stages=(1,), only=None, base=RankMesh(heads="auto", offload="auto"))
+    found = MeshSearch(planner="power-of-two", batches=batches, scenario=alone).best(alone)
+    return Best(
+        planner=POWERS, any_mesh=found, refusal=None if found else _unheld(batches, scenario, "zero1", cuts=True)
+    )
 
 
 def _ours(layout: Shard, batches: Batches, scenario: Scenario, *, like: str | None = None) -> Best:
