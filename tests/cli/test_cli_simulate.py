@@ -115,7 +115,7 @@ def test_drawn_batches_take_every_sequence_before_any_twice() -> None:
 
 def test_published_lengths_with_prompts_fill_batches_within_the_context() -> None:
     """At least the asked tokens, prompts counted; a batch without its last sequence has fewer."""
-    batches, context = listed_lengths("github").batches(200_000, 2, 4096, prompt_tokens=1024)
+    batches, context = listed_lengths("github").batches(200_000, 2, 4096, devices=2, prompt_tokens=1024)
     assert batches[0] != batches[1]
     for batch in batches:
         assert 1024 < min(batch) < max(batch) == context == 4096

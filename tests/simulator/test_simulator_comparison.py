@@ -12,7 +12,6 @@ from lengthwise.report.simulation import answer_notes
 from lengthwise.simulator import (
     LAYOUTS,
     OURS,
-    POWERS,
     Branches,
     Found,
     RankMesh,
@@ -53,7 +52,7 @@ def rows() -> dict[str, Found]:
 
 
 def test_comparison_has_each_way_at_settings_that_fit(rows) -> None:
-    assert list(rows) == [PADDED, PACKED, ONE_RING, BY_WORK, POWERS, OURS]
+    assert list(rows) == [PADDED, PACKED, ONE_RING, BY_WORK, OURS]  # with powers of two the model is whole: no room
     for found in rows.values():
         assert len(found.step_seconds) == 2
         assert 0 < found.most("memory_bytes") <= H100.device_bytes

@@ -48,7 +48,7 @@ class Predictions:
         asked = self._trainer.args.include_for_metrics
         names = ["predictions", "label_ids", *["inputs"] * ("inputs" in asked), *["losses"] * ("loss" in asked)]
         made = self._trainer.compute_metrics(EvalPrediction(**{name: join(self._found[name]) for name in names}))
-        found = denumpify_detensorize(made)
+        found: Any = denumpify_detensorize(made)
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": each for name, each in found.items()}
 
 

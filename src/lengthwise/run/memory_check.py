@@ -113,7 +113,8 @@ def _run_pack(lengths: Sequence[int], engine: Engine, job: Job) -> None:
         lone_stage(part["mesh"].stage, job.config.stages),
         engine.kernel(engine.dtype),
         name="memory check before the first step",
-        chunks=part["chunks"],
+        # All stages together count what dropout draws before a chunk, which a lone stage cannot.
+        chunks={number: replace(chunk, dropout_calls={}) for number, chunk in part["chunks"].items()},
         logits_at_once=job.logits_at_once,
     )
     run_part(plan, random_batch(plan.tokens, vocab=job.model.text.vocab_size), context)
