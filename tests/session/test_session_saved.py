@@ -421,8 +421,11 @@ def test_a_folder_that_another_job_saves_is_refused_in_words_until_that_job_ends
         session.load(folder)
         session.save(folder)
         other.save(folder)
-        assert [each.name for each in folder.parent.iterdir()] in ([".state.lock", "state"], ["state", ".state.lock"])
-    assert [each.name for each in folder.parent.iterdir()] == ["state"]
+        assert {each.name for each in folder.parent.iterdir()} == {"state", ".state.lock"}
+        for each in (session, other):  # a new folder at each save leaves no lock behind
+            each.save(folder.with_name("next"))
+        assert {each.name for each in folder.parent.iterdir()} == {"state", "next", ".next.lock"}
+    assert {each.name for each in folder.parent.iterdir()} == {"state", "next"}
 
 
 def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_named(tmp_path, monkeypatch):

@@ -81,34 +81,36 @@ _CLAIMED: dict[Path, tuple[TextIO, int]] = {}  # locks of this process, and how 
 
 
 class Claims:
-    """Folders that a session writes: other processes are refused there until it releases them, or its process ends."""
+    """The folder that a session saved last: other processes are refused there until it saves elsewhere, or ends."""
 
     def __init__(self) -> None:
-        self._own = set[Path]()
+        self._own: Path | None = None
 
     def add(self, folder: Path) -> None:
-        """Claim a folder by a lock on a file beside it.
+        """Claim a folder by a lock on a file beside it, in place of the one before.
 
         Raises:
             OSError: the lock cannot be made.
             OutputError: another process writes there.
         """
-        if folder not in self._own:
+        if folder != self._own:
             folder.parent.mkdir(parents=True, exist_ok=True)
             lock, users = _CLAIMED.get(folder) or (claim(_lock_of(folder), what=str(folder)), 0)
             _CLAIMED[folder] = lock, users + 1
-            self._own.add(folder)
+            self.release()
+            self._own = folder
 
     def release(self) -> None:
         """Let other processes write there."""
-        for folder in self._own:
-            lock, users = _CLAIMED.pop(folder)
-            if users > 1:
-                _CLAIMED[folder] = lock, users - 1
-            else:
-                _lock_of(folder).unlink(missing_ok=True)
-                lock.close()
-        self._own.clear()
+        if self._own is None:
+            return
+        lock, users = _CLAIMED.pop(self._own)
+        if users > 1:
+            _CLAIMED[self._own] = lock, users - 1
+        else:
+            _lock_of(self._own).unlink(missing_ok=True)
+            lock.close()
+        self._own = None
 
 
 def _lock_of(folder: Path) -> Path:
