@@ -82,6 +82,7 @@ def test_demo_quotes_what_simulate_does_and_draws_both_on_one_scale():
         "FSDP2, packed",
         "FSDP2, one ring size",
         "FSDP2, own sampler",
+        "power-of-two degrees",
         "Lengthwise",
     ]
     gpus = [line for line in told if line.startswith("GPU ")]

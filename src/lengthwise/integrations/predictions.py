@@ -47,7 +47,8 @@ class Predictions:
         join = _joined if self._trainer.args.eval_do_concat_batches else list
         asked = self._trainer.args.include_for_metrics
         names = ["predictions", "label_ids", *["inputs"] * ("inputs" in asked), *["losses"] * ("loss" in asked)]
-        made = self._trainer.compute_metrics(EvalPrediction(**{name: join(self._found[name]) for name in names}))
+        given: dict[str, Any] = {name: join(self._found[name]) for name in names}
+        made = self._trainer.compute_metrics(EvalPrediction(**given))
         found: Any = denumpify_detensorize(made)
         return {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": each for name, each in found.items()}
 
