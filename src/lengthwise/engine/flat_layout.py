@@ -179,16 +179,20 @@ def lay_out(
     world_size: int,
     bucket_entries: int = BUCKET_ENTRIES,
     ranks_per_node: int = 1,
+    kinds: Sequence[object] | None = None,
 ) -> FlatLayout:
     """Lay out parameters of `sizes` entries, of which parameter i belongs to layer `layers[i]`.
 
-    A bucket ends at the first layer border after `bucket_entries`.
+    A bucket ends at the first layer border after `bucket_entries`, and where the next parameter's kind in `kinds` (as
+    its dtype) is another.
     """
     multiple = lcm(world_size * SLICE_MULTIPLE, ALIGNMENT)
     starts, borders, bucket_of, stop = [], [0], [], 0
     for index, size in enumerate(sizes):
         stop = _up(stop, ALIGNMENT)
-        if index and layers[index] != layers[index - 1] and stop - borders[-1] >= bucket_entries:
+        ends_layer = index and layers[index] != layers[index - 1]
+        ends_kind = index and kinds is not None and kinds[index] != kinds[index - 1]
+        if ends_kind or (ends_layer and stop - borders[-1] >= bucket_entries):
             stop = _up(stop, multiple)
             borders.append(stop)
         starts.append(stop)

@@ -4,7 +4,7 @@ The n ranks of a node (of W) gather values and sum gradients in every pass. Rank
 gradients and exchange updated values once a step. A rank keeps (in fp32 or fp64, but `values`)
 
     master_weights, grad_shard    its slices among all ranks: exact values, summed gradients
-    values, grads                 its slices in its node: values in the compute dtype, summed gradients
+    values, grads                 its slices in its node: values in the main dtype, summed gradients
 
     zero1 (also stages)     n = 1: both are whole, and the model's parameters are views
     zero3                   n = W: hooks gather and sum units (`engine.unit_waves`)
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from lengthwise.comm import Mesh, Pending, Transport
 from lengthwise.engine.flat_layout import BucketOrder
 from lengthwise.engine.placing import refuse_hooks, refuse_parts, replaced, share_values, trainable
-from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, whole_inside
+from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, in_buckets, whole_inside
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.unit_waves import Waves
 from lengthwise.engine.units import Accumulation, ModelUnit, units_of
@@ -66,9 +67,10 @@ class Parameters:
         given = dict(model.named_parameters())
         new = {name: own for name, own in given.items() if name in learns and (own.is_meta or not sharding.stays)}
         refuse_hooks(new)
-        frozen_to = None if sharding.keeps_frozen else sharding.dtype
+        all_to = None if sharding.keeps_dtypes else sharding.dtype
+        dtypes = {name: all_to or own.dtype for name, own in given.items()}
         in_place = [own for name, own in given.items() if name not in learns and sharding.stays]
-        share_values(model, self._transport, in_place, dtype=frozen_to, device=sharding.device)
+        share_values(model, self._transport, in_place, dtype=all_to, device=sharding.device)
 
         axes, units = axes_of(self._transport, sharding), [] if sharding.stays else units_of(model, layers)
         unit_of = {name: number for number, unit in enumerate(units) for name in unit.names}
@@ -77,21 +79,24 @@ class Parameters:
             unit_of = {name: layer_of.get(id(own), -1) for name, own in given.items() if name in learns}
         own, frozen = {name: number for name, number in unit_of.items() if name in learns}, {}
         for name in (each for each in unit_of if each not in learns):
-            frozen.setdefault(frozen_to or given[name].dtype, {})[name] = unit_of[name]
-        wide = torch.promote_types(sharding.dtype, torch.float32)
-        trained = Slices(own, given, sharding, axes, dtype=sharding.dtype, kept=wide, trains=True)
+            frozen.setdefault(dtypes[name], {})[name] = unit_of[name]
+        widest = reduce(torch.promote_types, (dtypes[name] for name in own), sharding.dtype)
+        wide = torch.promote_types(widest, torch.float32)
+        trained = Slices(own, given, sharding, axes, dtypes=dtypes, kept=wide, trains=True)
         self._frozen = [
-            Slices(each, given, sharding, axes, dtype=kept, kept=kept, trains=False)
+            Slices(each, given, sharding, axes, dtypes=dtypes, kept=kept, trains=False)
             for kept, each in sorted(frozen.items(), key=str)
         ]
         self._trained, self.names, self.shapes, self.layout = trained, trained.names, trained.shapes, trained.layout
-        self.master_weights, self.values, self.views = trained.values, trained.of_node, trained.views
+        self.master_weights, self.views = trained.values, trained.views
+        self.values = (trained.copies or [trained.values])[-1]
         self._replicas = axes.replicas
         has_replicas = axes.replicas.world_size > 1
         # Entries that no microbatch or token of this rank reaches stay zero in the sum.
         self.grads = self.grad_shard = torch.zeros(trained.node.shard_entries, dtype=wide, device=sharding.device)
         if has_replicas:
             self.grad_shard = torch.zeros(self.layout.shard_entries, dtype=wide, device=sharding.device)
+        self._dtype = all_to  # of all parameters, or None
         self._is_summed = False  # whether `grad_shard` has the sum of `grads` over the replicas
         self._overlaps = sharding.overlaps and sharding.stays and has_replicas
         self._are_late = sharding.values_late and sharding.stays and has_replicas
@@ -145,9 +150,11 @@ class Parameters:
 
     @property
     def _now(self) -> list[nn.Parameter]:
-        """The model's current parameters that are updated here."""
-        every = self._model.parameters() if self.names else ()  # otherwise nothing trains
-        return [own for own in every if own.requires_grad and own is not self.stage.copy]
+        """The model's current parameters that are updated here, in the layout's order."""
+        places = {name: place for place, name in enumerate(self.names)}
+        every = self._model.named_parameters() if self.names else ()  # otherwise nothing trains
+        own = [(name, each) for name, each in every if each.requires_grad and each is not self.stage.copy]
+        return [each for _, each in sorted(own, key=lambda named: places.get(named[0], len(places)))]
 
     def _wait_before(self, layers: Sequence[nn.Module]) -> None:
         """Let every layer wait for its values before it runs, and the model for those outside of layers."""
@@ -205,7 +212,7 @@ class Parameters:
 
         Rank 0 gets all stages' gradients, other ranks their own stage's.
         """
-        found = gathered(self.layout, self.grad_shard, self._transport)
+        found = gathered(self.layout, in_buckets(self.layout, self.grad_shard), self._transport)
         own = {self.names[index]: values.view(self.shapes[index]).clone() for index, values in found}
         return self.stage.gather_gradients(own, self.grads.dtype)
 
@@ -226,7 +233,7 @@ class Parameters:
         """Let the next backward add to the last sum, by this rank's slices of it."""
         if self._is_summed:
             self.grads.zero_()
-            for own, place in self._trained.mine(self.grads):
+            for own, place in self._trained.mine(in_buckets(self._trained.node, self.grads)):
                 own.copy_(self.grad_shard[place])
             self._is_summed = False
 
@@ -236,9 +243,10 @@ class Parameters:
         Raises:
             ModelRefused: some were replaced, moved or frozen.
         """
-        now, wanted = self._now, (self._trained.dtype, self.grads.device)
+        now, device = self._now, self.grads.device
         stays = len(now) == len(self._learning) and all(
-            own is made and (own.dtype, own.device) == wanted for own, made in zip(now, self._learning, strict=True)
+            own is made and (own.dtype, own.device) == (dtype, device)
+            for own, made, dtype in zip(now, self._learning, self._trained.dtypes, strict=True)
         )
         if not stays or not all(each.are_in_place() for each in self._added):
             raise replaced(self._model, expected=len(self.names), got=len(now))
@@ -292,7 +300,7 @@ class Parameters:
         """
         slices = [self._trained, *([] if trained_only else self._frozen)]
         is_first = self._transport.rank == 0
-        with self._whole(slices, is_kept=is_first, device="cpu"), self.stage.whole(self._trained.dtype):
+        with self._whole(slices, is_kept=is_first, device="cpu"), self.stage.whole(self._dtype):
             yield
 
     @contextmanager
@@ -341,14 +349,14 @@ class Parameters:
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are kept between steps, except frozen ones of a model that keeps its values."""
-        own = [self.values, self.grads, self.grad_shard, self.master_weights]
+        own = [*self._trained.copies, self.grads, self.grad_shard, self.master_weights]
         return [*{id(each): each for each in own}.values(), *(each.values for each in self._frozen)]
 
     def read_by_forward(self) -> list[Tensor]:
         """Return the tensors that forward reads, frozen ones too."""
         if self.keeps_values:
             return [own.data for own in self._model.parameters()]
-        return [each.of_node for each in (self._trained, *self._frozen)]
+        return [bucket for each in (self._trained, *self._frozen) for bucket in each.of_node]
 
     def state(self) -> dict[str, Tensor]:
         """Return the tensors that only this rank has and that cannot be recomputed, (entries,), by name."""

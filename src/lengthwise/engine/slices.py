@@ -1,17 +1,20 @@
 """A rank's slices of parameters, from every bucket: those that it updates, and those that its node computes with.
 
     values      (wide dtype)      this rank's exact slices; all ranks together have all entries
-    of_node     (compute dtype)   these and the slices of its replicas (the ranks with its place in other nodes), from
+    of_node     (own dtypes)      these and the slices of its replicas (the ranks with its place in other nodes), from
                                   which units are gathered in the node; with one rank per node the model's parameters
 
-Once a step, `publish` gathers `values` of the replicas into `of_node`. If both would be equal they are one tensor.
+Once a step, `publish` gathers `values` of the replicas into `of_node`. If both would be equal they are one tensor. A
+bucket has one dtype: parameters lie in the order of their dtypes, those of the fewest entries first.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple
 
 import torch
@@ -28,12 +31,12 @@ from lengthwise.models.modules import replace_parameters
 class Sharding:
     """The layout of a model's parameters over the ranks.
 
-    dtype, device: dtype and device of the values that forward reads. ranks_in_step: number of neighbouring ranks (a
+    dtype, device: main dtype, and device, of the values that forward reads. ranks_in_step: number of neighbouring ranks (a
     node) that gather and sum together in every pass; nodes do at a step's end. With 1 values stay on every rank, and
     the next three apply. bucket_entries: least entries of a bucket. overlaps: sum gradients while the last backward
-    runs. values_late: send values while the next forward begins, which waits for those that it reads. keeps_frozen:
-    whether frozen parameters keep their dtype. trains: whether anything trains. exact_on: device of exact values. If
-    None, the model's.
+    runs. values_late: send values while the next forward begins, which waits for those that it reads. keeps_dtypes:
+    whether parameters keep their dtypes; otherwise all get `dtype`. trains: whether anything trains. exact_on: device
+    of exact values. If None, the model's.
     """
 
     dtype: torch.dtype
@@ -42,7 +45,7 @@ class Sharding:
     bucket_entries: int = BUCKET_ENTRIES
     overlaps: bool = False
     values_late: bool = False
-    keeps_frozen: bool = False
+    keeps_dtypes: bool = False
     trains: bool = True
     exact_on: torch.device | None = None
 
@@ -74,9 +77,10 @@ def axes_of(world: Transport, sharding: Sharding) -> Axes:
 class Slices:
     """This rank's slices of parameters that all train, or are all frozen; of frozen ones every node has all entries.
 
-    unit_of: units of the parameters, by name, in order. given: the model's parameters by name. layout: layout of
-    `values` over all ranks. node: layout of `of_node` over the ranks of a node. made: the parameters that the model
-    gets, by name, in `dtype`. order: order in which buckets are published.
+    unit_of: units of the parameters, by name, in order. given: the model's parameters by name. dtypes: dtypes of the
+    parameters, by name. kept: dtype of `values`. layout: layout of `values` over all ranks. node: layout of `of_node`
+    over the ranks of a node; it is one tensor by bucket. made: the parameters that the model gets, by name. order:
+    order in which buckets are published.
     """
 
     def __init__(
@@ -86,12 +90,13 @@ class Slices:
         sharding: Sharding,
         axes: Axes,
         *,
-        dtype: torch.dtype,
+        dtypes: Mapping[str, torch.dtype],
         kept: torch.dtype,
         trains: bool,
     ) -> None:
-        self.dtype, self.axes, self.stays = dtype, axes, sharding.stays
-        self.names, self._unit_of = list(unit_of), list(unit_of.values())
+        self.axes, self.stays = axes, sharding.stays
+        self.names = _by_dtype(unit_of, dtypes, given)
+        self._unit_of, self.dtypes = [unit_of[name] for name in self.names], [dtypes[name] for name in self.names]
         self.shapes = [tuple(given[name].shape) for name in self.names]
         self.layout: FlatLayout = lay_out(
             [given[name].numel() for name in self.names],
@@ -99,20 +104,31 @@ class Slices:
             world_size=axes.node.world_size * axes.replicas.world_size,
             bucket_entries=sharding.bucket_entries if self.stays else 1,
             ranks_per_node=axes.node.world_size,
+            kinds=self.dtypes,
         )
         self.node = self.layout.of_node()
         if not trains:
             self.layout = self.node
         self.order = list(range(self.layout.num_buckets if self.names else 0))
         self._is_apart = sharding.exact_on is not None and trains
-        self.is_copied = self.layout != self.node or self._is_apart or (self.stays and dtype != kept)
         where = sharding.exact_on if self._is_apart else sharding.device
-        self.values = self.of_node = torch.zeros(self.layout.shard_entries, dtype=kept, device=where)
-        if self.is_copied:
-            self.of_node = torch.zeros(self.node.shard_entries, dtype=dtype, device=sharding.device)
+        self.values = torch.zeros(self.layout.shard_entries, dtype=kept, device=where)
+        self._dtype_of = dict(zip(self.layout.bucket_of, self.dtypes, strict=True))  # of the buckets
+        is_copied = self.layout != self.node or self._is_apart
+        self._copied = [each for each in self.order if is_copied or (self.stays and self._dtype_of[each] != kept)]
+        self.copies, self.of_node = list[Tensor](), list[Tensor]()
+        for dtype, group in groupby(self.order, key=self._dtype_of.__getitem__):
+            places = [self.node.in_shard(bucket) for bucket in group]
+            first, stop = places[0].start, places[-1].stop
+            if is_copied or (self.stays and dtype != kept):
+                own = torch.zeros(stop - first, dtype=dtype, device=sharding.device)
+                self.copies.append(own)
+            else:
+                own = self.values[first:stop]
+            self.of_node += [own[place.start - first : place.stop - first] for place in places]
         self.made = dict[str, nn.Parameter]()
         self._arriving = dict[int, Pending]()  # buckets of `of_node`
-        self._published: Tensor | None = None  # the last published values, if exact values are on another device
+        self._published: list[Tensor] | None = None  # the last published values, if exact values are on another device
         self._sent: torch.cuda.Event | None = None  # recorded when `_published` has been sent
 
     @property
@@ -126,29 +142,36 @@ class Slices:
         places = zip(self.node.starts, self.node.sizes, self.shapes, strict=True)
         return [of_node[start : start + size].view(shape) for start, size, shape in places]
 
-    def mine(self, of_node: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Yield this rank's slices of a node's buffer, with their places in `values`."""
+    def mine(self, of_node: Sequence[Tensor]) -> Iterator[tuple[Tensor, slice]]:
+        """Yield this rank's slices of a node's buckets, with their places in `values`."""
+        return self._slices(of_node, self.order)
+
+    def _slices(self, of_node: Sequence[Tensor], buckets: Iterable[int]) -> Iterator[tuple[Tensor, slice]]:
         replicas = self.axes.replicas
-        for bucket in self.order:
-            whole = of_node[self.node.in_shard(bucket)]
+        for bucket in buckets:
+            whole = of_node[bucket]
             yield whole.view(replicas.world_size, -1)[replicas.rank], self.layout.in_shard(bucket)
 
     def parts(self, unit: int, *, sums: Tensor | None) -> Iterator[UnitPart]:
-        """Yield the part of a unit with these parameters, if there are some. sums: gradients of `of_node`'s entries."""
-        members = [index for index, number in enumerate(self._unit_of) if number == unit]
-        if members:
-            bucket = self.node.bucket_of[members[0]]
-            whole, own = self.node.bucket(bucket), self.node.in_shard(bucket)
+        """Yield the parts of a unit with these parameters, one per dtype. sums: gradients of `of_node`'s entries."""
+        of_unit = [index for index, number in enumerate(self._unit_of) if number == unit]
+        for bucket, group in groupby(of_unit, key=self.node.bucket_of.__getitem__):
+            members, whole = list(group), self.node.bucket(bucket)
             part = UnitPart(
                 [self.shapes[index] for index in members],
                 [self.node.starts[index] - whole.start for index in members],
                 entries=whole.stop - whole.start,
-                dtype=self.dtype,
-                own=self.of_node[own],
-                gradient=None if sums is None else sums[own],
+                dtype=self._dtype_of[bucket],
+                own=self.of_node[bucket],
+                gradient=None if sums is None else sums[self.node.in_shard(bucket)],
             )
             self.made.update(zip((self.names[index] for index in members), part.parameters, strict=True))
             yield part
+
+    def cast_slices(self) -> Iterator[Tensor]:
+        """Yield the buckets of `of_node` in the dtypes that forward reads."""
+        for bucket, own in enumerate(self.of_node):
+            yield own.to(self._dtype_of[bucket])
 
     def fill(self, read: Callable[[str, int, int], Tensor], given: Mapping[str, nn.Parameter]) -> None:
         """Read this rank's entries of all parameters, one parameter at a time; `read` may be collective.
@@ -156,14 +179,15 @@ class Slices:
         Parameters that stay whole become the model's at once, so that its earlier values are freed.
         """
         runs = {run.parameter: run for run in self.layout.runs(self.rank)}
-        views = self.views(self.of_node) if self.stays else []
         for index, name in enumerate(self.names):
             run = runs.get(index, Run(parameter=index, entry=0, start=0, stop=0))  # of nothing
             first, stop = run.entry, run.entry + run.stop - run.start
-            if views:
-                whole = read(name, 0, views[index].numel())
-                views[index].view(-1).copy_(whole)
-                self.made[name] = as_view(given[name], views[index])
+            if self.stays:
+                bucket, size = self.node.bucket_of[index], self.node.sizes[index]
+                start = self.node.starts[index] - self.node.borders[bucket]
+                whole, own = read(name, 0, size), self.of_node[bucket][start : start + size]
+                own.copy_(whole)
+                self.made[name] = as_view(given[name], own.view(self.shapes[index]))
                 found = whole[first:stop]
             else:
                 found = read(name, first, stop)
@@ -173,17 +197,15 @@ class Slices:
         """Gather the replicas' updated values, bucket by bucket; `arrive` waits for them. Collective."""
         if self._sent is not None:
             self._sent.synchronize()  # `_published` is overwritten
-        for bucket in self.order if self.is_copied else ():
-            place = self.layout.in_shard(bucket)
-            staged = None if self._published is None else self._published[place]
-            own = brought(self.values[place], self.dtype, self.of_node.device, staged)
-            whole = self.of_node[self.node.in_shard(bucket)]
+        for bucket in (each for each in self.order if each in self._copied):
+            whole, staged = self.of_node[bucket], None if self._published is None else self._published[bucket]
+            own = brought(self.values[self.layout.in_shard(bucket)], whole.dtype, whole.device, staged)
             self._arriving[bucket] = self.axes.replicas.all_gather_async(whole, own)
             if waits:
                 self.arrive([bucket])
-        if self._published is not None and self.of_node.is_cuda:
+        if self._published is not None and self.copies[0].is_cuda:
             self._sent = torch.cuda.Event()
-            self._sent.record(torch.cuda.current_stream(self.of_node.device))
+            self._sent.record(torch.cuda.current_stream(self.copies[0].device))
 
     def arrive(self, buckets: Iterable[int]) -> None:
         """Wait for the values of these buckets."""
@@ -192,10 +214,10 @@ class Slices:
                 self._arriving.pop(bucket).wait()
 
     def publish_bytes(self, *, waits: bool) -> int:
-        """Return the bytes of the copies that `publish` makes in the compute dtype, or on the device."""
-        sizes = [place.stop - place.start for place in map(self.layout.in_shard, self.order)]
-        casts = self.is_copied and (self._is_apart or self.dtype != self.values.dtype)
-        return (max(sizes, default=0) if waits else sum(sizes)) * self.dtype.itemsize * casts
+        """Return the bytes of the copies that `publish` makes in other dtypes, or on the device."""
+        cast = [each for each in self._copied if self._is_apart or self._dtype_of[each] != self.values.dtype]
+        sizes = [self.values[self.layout.in_shard(each)].numel() * self._dtype_of[each].itemsize for each in cast]
+        return max(sizes, default=0) if waits else sum(sizes)
 
     def take_values(self) -> None:
         """Copy the model's values to the exact values."""
@@ -207,21 +229,22 @@ class Slices:
 
         All values are compared, because autograd does not count writes to `.data`.
         """
-        if not self.is_copied:
-            return
         if self._is_apart:
             self._take_to_host()
             return
-        for own, place in self.mine(self.of_node):
+        for own, place in self._slices(self.of_node, self._copied):
             kept = self.values[place]
             kept.copy_(torch.where(own != kept.to(own.dtype), own.to(kept.dtype), kept))
 
     def _take_to_host(self) -> None:
         """Do so with exact values on the host: compare on the device, and copy back only slices that changed."""
         if self._published is None:  # all exact values are published
-            room = torch.empty(self.values.shape, dtype=self.dtype, pin_memory=self.of_node.is_cuda)
-            self._published = room.copy_(self.values)
-        sent = [(own, place, self._published[place]) for own, place in self.mine(self.of_node)]
+            self._published = [
+                torch.empty(own.shape, dtype=whole.dtype, pin_memory=whole.is_cuda).copy_(own)
+                for own, whole in zip(in_buckets(self.layout, self.values), self.of_node, strict=True)
+            ]
+        places = zip(self.mine(self.of_node), (self._published[each] for each in self.order), strict=True)
+        sent = [(own, place, before) for (own, place), before in places]
         changed = [(own != before.to(own.device, non_blocking=True)).any() for own, _, before in sent]
         for (own, place, before), is_changed in zip(sent, torch.stack(changed).tolist(), strict=True):
             if is_changed:
@@ -232,10 +255,24 @@ class Slices:
 
     def norm(self) -> float:
         """Return the norm of this rank's part of the model's values, or 0.0 if they are the exact values."""
-        if not self.is_copied:
+        if not self._copied:
             return 0.0
-        norms = torch._foreach_norm([own for own, _ in self.mine(self.of_node)], 2, dtype=torch.float64)
+        own = [own for own, _ in self._slices(self.of_node, [each for each in self.order if each in self._copied])]
+        norms = torch._foreach_norm(own, 2, dtype=torch.float64)
         return torch.linalg.vector_norm(torch.stack(norms)).item()
+
+
+def _by_dtype(names: Iterable[str], dtypes: Mapping[str, torch.dtype], given: Mapping[str, nn.Parameter]) -> list[str]:
+    """Sort names by dtype, those of the fewest entries first: backward sums the last bucket first, and all after it."""
+    entries, names = Counter[torch.dtype](), list(names)
+    for name in names:
+        entries[dtypes[name]] += given[name].numel()
+    return sorted(names, key=lambda name: (entries[dtypes[name]], str(dtypes[name])))
+
+
+def in_buckets(layout: FlatLayout, shard: Tensor) -> list[Tensor]:
+    """Cut a rank's shard, (entries,), into its slices of the buckets."""
+    return [shard[layout.in_shard(bucket)] for bucket in range(layout.num_buckets)]
 
 
 def brought(values: Tensor, dtype: torch.dtype, device: torch.device, staged: Tensor | None = None) -> Tensor:
@@ -251,26 +288,20 @@ def brought(values: Tensor, dtype: torch.dtype, device: torch.device, staged: Te
 
 
 def gathered(
-    layout: FlatLayout,
-    shard: Tensor,
-    transport: Transport,
-    *,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    layout: FlatLayout, slices: Iterable[Tensor], transport: Transport, *, device: torch.device | None = None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Gather shards, (entries,), bucket by bucket; yield the numbers of parameters and their whole tensors. Collective.
+    """Gather slices of buckets one by one; yield the numbers of parameters and their whole tensors. Collective.
 
-    transport: over the layout's ranks. dtype, device: of the gathered tensors; by default the shard's. Tensors of a
-    bucket are views of one tensor, which the next bucket does not touch.
+    slices: this rank's, of all buckets (`in_buckets`). transport: over the layout's ranks. device: of the gathered
+    tensors; by default the slice's. Tensors of a bucket are views of one tensor, which the next bucket does not touch.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):
         members.setdefault(number, []).append(index)
     order = layout.ranks_in_order()
     order = None if order == sorted(order) else order
-    for bucket in range(layout.num_buckets):
-        place = layout.bucket(bucket)
-        own = shard[layout.in_shard(bucket)].to(device or shard.device, dtype or shard.dtype)
+    for bucket, each in enumerate(slices):
+        place, own = layout.bucket(bucket), each.to(device or each.device)
         whole = torch.empty(place.stop - place.start, dtype=own.dtype, device=own.device)
         transport.all_gather(whole, own)
         if order is not None:
@@ -285,13 +316,13 @@ def gathered(
 def whole_inside(
     model: nn.Module, slices: Sequence[Slices], *, is_kept: bool, device: torch.device | str
 ) -> Iterator[None]:
-    """Give the model whole parameters inside the block, in the compute dtype, where `is_kept`. Collective.
+    """Give the model whole parameters inside the block, in their dtypes, where `is_kept`. Collective.
 
     They are gathered bucket by bucket; parameters that are not in `slices` are on the meta device.
     """
     before, made = dict(model.named_parameters()), dict[int, nn.Parameter]()
     for each in slices:
-        for index, values in gathered(each.node, each.of_node, each.axes.node, dtype=each.dtype):
+        for index, values in gathered(each.node, each.cast_slices(), each.axes.node):
             if is_kept:
                 own, whole = before[each.names[index]], values.view(each.shapes[index]).to(device, copy=True)
                 made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)

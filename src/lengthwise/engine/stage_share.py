@@ -129,14 +129,20 @@ class StageShare:
         return self._collect(of_stages, own)
 
     @contextmanager
-    def whole(self, dtype: torch.dtype) -> Iterator[None]:
-        """Make the model of rank 0 whole inside the block: other stages send their tensors, in `dtype`. Collective."""
+    def whole(self, dtype: torch.dtype | None) -> Iterator[None]:
+        """Make the model of rank 0 whole inside the block: other stages send their tensors. Collective.
+
+        dtype: of all parameters. If None, they have their own.
+        """
         stage = self._stage
         if stage is None:
             yield
             return
         state = stage.model.state_dict()
-        of_stages = [{name: (shape, own or dtype) for name, (shape, own) in each.items()} for each in stage.entries]
+        of_stages = [
+            {name: (shape, (is_parameter and dtype) or own) for name, (shape, own, is_parameter) in each.items()}
+            for each in stage.entries
+        ]
         own = {name: state[name] for name in of_stages[self.mesh.stage]}
         found = self._collect(of_stages, own)
         others = {name: each.cpu() for name, each in found.items() if name not in own}

@@ -241,8 +241,8 @@ class ModelStage:
     """A model reduced to the chunks of one stage.
 
     chunks: layers of every chunk of the whole model; stage s of p has the chunks s, s + p, ..., its `own`. trained:
-    shapes of the trainable parameters, by stage and name; a tied head belongs to the embedding. entries: (shape, dtype)
-    of the state dict's tensors, by stage and name; dtype is None for parameters.
+    shapes of the trainable parameters, by stage and name; a tied head belongs to the embedding. entries: (shape, dtype,
+    whether it is a parameter) of the state dict's tensors, by stage and name.
 
     Raises:
         ConfigError: nothing trains on this stage, though something does on others.
@@ -303,15 +303,14 @@ class ModelStage:
                         got = f"{there[1]} on stage {there[0]}, which {here[1]} on stage {stage} is, too"
                         raise _refused(self.model, "layers that share no weights with layers of other stages", got)
 
-    def _entries_of(self, modules: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype | None]]:
+    def _entries_of(self, modules: Sequence[nn.Module]) -> dict[str, tuple[tuple[int, ...], torch.dtype, bool]]:
         names = {id(module): name for name, module in self.model.named_modules()}
-        found: dict[str, tuple[tuple[int, ...], torch.dtype | None]] = {}
+        found: dict[str, tuple[tuple[int, ...], torch.dtype, bool]] = {}
         for module in modules:
             parameters = {name for name, _ in module.named_parameters()}
             for name, value in module.state_dict().items():
                 if not (self._is_tied and module is self._parts.head):
-                    dtype = None if name in parameters else value.dtype
-                    found[f"{names[id(module)]}.{name}"] = (tuple(value.shape), dtype)
+                    found[f"{names[id(module)]}.{name}"] = (tuple(value.shape), value.dtype, name in parameters)
         return found
 
     def read_weights(self, rows: OwnRows) -> None:

@@ -99,7 +99,7 @@ def session_settings(job: Job, device: torch.device) -> SessionSettings:
         context_tokens=int(job.known.lengths.max()),
         takes_any_loss=False,
         is_read_between=False,
-        keeps_frozen=False,
+        keeps_dtypes=False,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +61,7 @@ def _prefix(model: nn.Module) -> str:
 
 
 def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> torch.dtype:
-    """Check a model; return the dtype of its trainable parameters, or of all if it does not train.
+    """Check a model; return the dtype of most entries that train, or of all if it does not train.
 
     Raises:
         ModelRefused, Problems: a session cannot run it.
@@ -97,7 +97,7 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
     if getattr(model, "is_quantized", False):
         refuse("a model that is not quantized", "a quantized model", "Load it in bfloat16.")
     raise_problems(problems)
-    return next(iter(dtypes))
+    return max(dtypes, key=lambda dtype: dtypes[dtype].entries)
 
 
 def check_trained_dtype(model: nn.Module) -> None:
@@ -110,23 +110,29 @@ def check_trained_dtype(model: nn.Module) -> None:
         raise_problems(_problems_of_dtypes(f"model {type(model).__name__}", dtypes))
 
 
-def _dtypes(model: nn.Module, *, trains: bool) -> dict[torch.dtype, str]:
-    """Return the dtypes of the trainable parameters, or of all if the model does not train, by dtype, with one name."""
-    return {
-        parameter.dtype: name
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad or (not trains and parameter.is_floating_point())
-    }
+class _OfDtype(NamedTuple):
+    """Parameters of a dtype: their entries, and the name of one."""
+
+    entries: int
+    name: str
 
 
-def _problems_of_dtypes(where: str, dtypes: Mapping[torch.dtype, str]) -> list[LengthwiseError]:
-    if len(dtypes) == 1 and dtypes.keys() <= PRECISIONS.keys():
+def _dtypes(model: nn.Module, *, trains: bool) -> dict[torch.dtype, _OfDtype]:
+    """Return the dtypes of the trainable parameters, or of all if the model does not train."""
+    found = dict[torch.dtype, _OfDtype]()
+    for name, each in model.named_parameters():
+        if each.requires_grad or (not trains and each.is_floating_point()):
+            before = found[each.dtype].entries if each.dtype in found else 0
+            found[each.dtype] = _OfDtype(before + each.numel(), name)
+    return found
+
+
+def _problems_of_dtypes(where: str, dtypes: Mapping[torch.dtype, _OfDtype]) -> list[LengthwiseError]:
+    if dtypes and (dtypes.keys() <= {torch.float32, torch.bfloat16} or dtypes.keys() == {torch.float64}):
         return []
-    expected = "trainable parameters of one dtype of float32, bfloat16 and float64"
-    found = sorted(f"{str(each).removeprefix('torch.')} (as {name})" for each, name in dtypes.items())
+    expected = "trainable parameters in float32, bfloat16 or both, or all in float64"
+    found = sorted(f"{str(each).removeprefix('torch.')} (as {of.name})" for each, of in dtypes.items())
     remedy = "Convert the model, model.to(dtype)."
-    if any(".modules_to_save." in name for name in dtypes.values()):  # which keep the base's dtype
-        remedy = "Give get_peft_model autocast_adapter_dtype=False, or convert the model, model.to(dtype)."
     got = ", ".join(found) or "no trainable parameter"
     return [ModelRefused(where, expected=expected, got=got, remedy=remedy)]
 

@@ -42,7 +42,7 @@ class SessionSettings:
     optimizer: the loop's torch optimizer. If None, nothing trains, or the run file names the optimizer. seed: seed of
     dropout. most_tokens, context_tokens: maximum tokens of a global batch and of a sequence; None if unknown.
     takes_any_loss: whether losses may need whole logits. is_read_between: whether the loop may read the model between
-    steps. keeps_frozen: whether frozen parameters keep their dtype. shares_prefixes: whether plans may compute prefixes
+    steps. keeps_dtypes: whether parameters keep their dtypes. shares_prefixes: whether plans may compute prefixes
     once.
     """
 
@@ -59,7 +59,7 @@ class SessionSettings:
     context_tokens: int | None = None
     takes_any_loss: bool = True
     is_read_between: bool = True
-    keeps_frozen: bool = True
+    keeps_dtypes: bool = True
     shares_prefixes: bool = False
 
     @property

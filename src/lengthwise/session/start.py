@@ -153,7 +153,7 @@ def _take_model(start: Start[Own], engine: Engine) -> Own | None:
         ranks_in_step=in_step,
         overlaps=overlaps,
         values_late=overlaps and not settings.is_read_between,
-        keeps_frozen=settings.keeps_frozen,
+        keeps_dtypes=settings.keeps_dtypes,
         trains=start.optimizer is not None,
         exact_on=torch.device("cpu") if settings.trained.offloads else None,
     )

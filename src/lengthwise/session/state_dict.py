@@ -21,7 +21,7 @@ from lengthwise.comm import Transport, from_first, share_names
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.engine.optimizer import is_by_entry, plain_value
 from lengthwise.engine.parameters import Parameters
-from lengthwise.engine.slices import gathered
+from lengthwise.engine.slices import gathered, in_buckets
 from lengthwise.engine.whole_optimizer import MEMBERS, kept_of
 from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import is_number, is_whole, shown
@@ -74,7 +74,8 @@ def gather_to_first(parameters: Parameters, shard: Tensor, transport: Transport)
 
     It takes a bucket at a time.
     """
-    found = gathered(parameters.layout, shard, transport, device=parameters.grad_shard.device)
+    slices = in_buckets(parameters.layout, shard)
+    found = gathered(parameters.layout, slices, transport, device=parameters.grad_shard.device)
     if transport.rank:
         deque(found, maxlen=0)
         return {}
