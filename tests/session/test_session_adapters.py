@@ -1,5 +1,6 @@
 """Adapters of peft train as in the plain loop, under each layout, or are refused by name when the session is made."""
 
+import copy
 import warnings
 from functools import partial
 
@@ -160,21 +161,68 @@ def test_other_adapters_are_refused_by_name_before_anything_else(config, said):
     assert str(caught.value).count("error[") == 1
 
 
-def test_whole_modules_beside_adapters_of_another_dtype_are_refused_with_what_works():
-    """By default peft keeps adapters of a bf16 model in fp32, and whole modules not."""
-    config = OF_LORA["whole ends"][0]
-    model = adapted(config, torch.bfloat16)
+TWO = {torch.float32, torch.float64}
 
-    def session():
-        optimizer = SGD([parameter for parameter in model.parameters() if parameter.requires_grad])
-        return Session(model, optimizer, capacity_tokens=128)
 
-    with session() as made:
-        assert made.backward(STEPS[0]).loss > 0
+def in_two_dtypes(tied=False):
+    """As peft makes them of a bf16 model: adapters in one dtype, whole modules in the base's; norms in fp32, too."""
+    config = LORA(modules_to_save=["embed_tokens"], ensure_weight_tying=tied)
+    model = adapted(config, tie_word_embeddings=tied)
     for name, each in model.named_parameters():
-        each.data = each.data.float() if "lora_" in name else each.data
-    with pytest.raises(ModelRefused, match=r"modules_to_save.*autocast_adapter_dtype=False"):
-        session()
+        if "lora_" in name or "layernorm" in name:
+            each.data = each.data.float()
+            each.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, {"shard": "zero1"}),
+        (3, {"shard": "zero3"}),
+        *(more(1, {"shard": "zero1"}), more(4, {"shard": "hybrid", "ranks_per_node": 2}), more(2, {"stages": 2})),
+        more(2, {"shard": "zero1", "offload_optimizer": True}),
+    ],
+)
+def test_weights_in_two_dtypes_train_as_in_the_plain_loop(ranks, layout, tmp_path):
+    """To the rounding of fp32, in which some weights compute; the others have fp64."""
+
+    def work(_rank):
+        stages = {"capacity": 128} if "stages" in layout else {}
+        return [both_loops(SGD, model=model, steps=STEPS, **layout, **stages) for model in models]
+
+    models = [in_two_dtypes(tied) for tied in (False, True)]
+    assert all({each.dtype for each in model.parameters() if each.requires_grad} == TWO for model in models)
+    for found in in_ranks(work, ranks, tmp_path):
+        assert max(map(max, found)) < 1e-5, found
+
+
+def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path):
+    """By name: the saved order of parameters is that of their dtypes, and of units."""
+
+    def work(_rank):
+        found = []
+        for layout, loads in (("zero1", False), ("zero3", True)):
+            model = copy.deepcopy(start)
+            optimizer = SGD([each for each in model.parameters() if each.requires_grad], momentum=0.9)
+            with Session(model, optimizer, capacity_tokens=64, shard=layout) as session:
+                if loads:
+                    session.load(tmp_path / "state")
+                else:
+                    session.backward(STEPS[0])
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    session.save(tmp_path / "state")
+                session.backward(STEPS[1])
+                optimizer.step()
+                found.append(session.state_dict().get("master_weights", {}))
+                with session.whole_on_first():
+                    if _rank == 0:
+                        assert {each.dtype for each in model.state_dict().values()} == TWO
+        return max([(found[0][name] - found[1][name]).abs().max().item() for name in found[0]], default=0.0)
+
+    start = in_two_dtypes()
+    assert max(in_ranks(work, 2, tmp_path)) < 1e-5
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it

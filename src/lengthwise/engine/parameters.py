@@ -80,8 +80,8 @@ class Parameters:
         own, frozen = {name: number for name, number in unit_of.items() if name in learns}, {}
         for name in (each for each in unit_of if each not in learns):
             frozen.setdefault(dtypes[name], {})[name] = unit_of[name]
-        widest = reduce(torch.promote_types, (dtypes[name] for name in own), sharding.dtype)
-        wide = torch.promote_types(widest, torch.float32)
+        trained_dtypes = {dtypes[name] for name in own} | (stage.trained_dtypes() if all_to is None else set())
+        wide = reduce(torch.promote_types, trained_dtypes, torch.promote_types(sharding.dtype, torch.float32))
         trained = Slices(own, given, sharding, axes, dtypes=dtypes, kept=wide, trains=True)
         self._frozen = [
             Slices(each, given, sharding, axes, dtypes=dtypes, kept=kept, trains=False)

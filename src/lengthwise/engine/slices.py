@@ -31,8 +31,8 @@ from lengthwise.models.modules import replace_parameters
 class Sharding:
     """The layout of a model's parameters over the ranks.
 
-    dtype, device: main dtype, and device, of the values that forward reads. ranks_in_step: number of neighbouring ranks (a
-    node) that gather and sum together in every pass; nodes do at a step's end. With 1 values stay on every rank, and
+    dtype, device: main dtype, and device, of the values that forward reads. ranks_in_step: number of neighbouring ranks
+    (a node) that gather and sum together in every pass; nodes do at a step's end. With 1 values stay on every rank, and
     the next three apply. bucket_entries: least entries of a bucket. overlaps: sum gradients while the last backward
     runs. values_late: send values while the next forward begins, which waits for those that it reads. keeps_dtypes:
     whether parameters keep their dtypes; otherwise all get `dtype`. trains: whether anything trains. exact_on: device

@@ -68,6 +68,12 @@ class StageShare:
         self._gradient = torch.zeros_like(tied, dtype=dtype)
         return [Accumulation([tied], [self._gradient])]
 
+    def trained_dtypes(self) -> set[torch.dtype]:
+        """Return the dtypes of what trains on all stages, as the model was given; none without stages."""
+        stage = self._stage
+        every = () if stage is None else zip(stage.trained, stage.entries, strict=True)
+        return {entries[name][1] for trained, entries in every for name in trained}
+
     def saved(self, layout: FlatLayout, names: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> SavedParameters:
         """Join this stage's layout with those of the others. Collective."""
         rank = self.mesh.replicas.rank

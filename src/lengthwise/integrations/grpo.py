@@ -27,7 +27,7 @@ import trl
 from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor, nn
 
-from lengthwise.core.errors import ConfigError, DataError, LengthwiseError
+from lengthwise.core.errors import DataError, LengthwiseError
 from lengthwise.integrations.accelerators import ungathered
 from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.rollouts import OF_IMAGES, flat, joined, num_slots, planned_rows, refuse_long_completions
@@ -58,14 +58,6 @@ class RolloutMixin(TokenLossMixin):
         if self.use_vllm:  # an engine in this process is made by now, and memory is measured beside it in train()
             generation: Any = self.vllm_generation
             generation.sync_weights = partial(self._send_weights, generation.sync_weights)
-
-    def _check_dtypes(self) -> None:
-        dtypes = {str(each.dtype).removeprefix("torch.") for each in self.model.parameters() if each.requires_grad}
-        if getattr(self.args, "cast_lm_head_to_fp32", False) and len(dtypes) > 1:
-            expected, got = "trainable weights of one dtype", f"{' and '.join(sorted(dtypes))}: TRL casts the head"
-            remedy = "Load the model in float32 and set bf16=True: all but the head computes in bf16."
-            raise ConfigError("cast_lm_head_to_fp32", expected=expected, got=got, remedy=remedy)
-        super()._check_dtypes()
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
         return self._stages_problems("generates with all")

@@ -128,9 +128,9 @@ def _dtypes(model: nn.Module, *, trains: bool) -> dict[torch.dtype, _OfDtype]:
 
 
 def _problems_of_dtypes(where: str, dtypes: Mapping[torch.dtype, _OfDtype]) -> list[LengthwiseError]:
-    if dtypes and (dtypes.keys() <= {torch.float32, torch.bfloat16} or dtypes.keys() == {torch.float64}):
+    if dtypes and dtypes.keys() <= PRECISIONS.keys():
         return []
-    expected = "trainable parameters in float32, bfloat16 or both, or all in float64"
+    expected = "trainable parameters in float32, bfloat16 and float64"
     found = sorted(f"{str(each).removeprefix('torch.')} (as {of.name})" for each, of in dtypes.items())
     remedy = "Convert the model, model.to(dtype)."
     got = ", ".join(found) or "no trainable parameter"
