@@ -19,7 +19,6 @@ from integrations.grpo_runs import Plain, Planned, compared
 from integrations.preferences import chats, tokenizer
 from integrations.trainers import Kept, arguments, in_trainers, padded
 from lengthwise import Session
-from lengthwise.core.errors import LengthwiseError
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import SFTTrainer
 from run.small_runs import call, plain_loss, read_lines, relative, train, write_run

@@ -178,7 +178,7 @@ def in_two_dtypes(tied=False):
 @pytest.mark.parametrize(
     ("ranks", "layout"),
     [
-        (2, {"shard": "zero1"}),
+        (2, {"shard": "zero1", "overlap": True}),
         (3, {"shard": "zero3"}),
         *(more(1, {"shard": "zero1"}), more(4, {"shard": "hybrid", "ranks_per_node": 2}), more(2, {"stages": 2})),
         more(2, {"shard": "zero1", "offload_optimizer": True}),
@@ -188,13 +188,13 @@ def test_weights_in_two_dtypes_train_as_in_the_plain_loop(ranks, layout, tmp_pat
     """To the rounding of fp32, in which some weights compute; the others have fp64."""
 
     def work(_rank):
-        stages = {"capacity": 128} if "stages" in layout else {}
-        return [both_loops(SGD, model=model, steps=STEPS, **layout, **stages) for model in models]
+        capacity = 64 if ranks > 1 and "stages" not in layout else 128
+        return [both_loops(SGD, model=model, steps=STEPS, capacity=capacity, **layout) for model in models]
 
-    models = [in_two_dtypes(tied) for tied in (False, True)]
+    models = [in_two_dtypes(tied) for tied in (False, True)[: 1 + ("stages" not in layout)]]
     assert all({each.dtype for each in model.parameters() if each.requires_grad} == TWO for model in models)
     for found in in_ranks(work, ranks, tmp_path):
-        assert max(map(max, found)) < 1e-5, found
+        assert max(map(max, found)) < 1e-6, found
 
 
 def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path):
@@ -222,7 +222,7 @@ def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path)
         return max([(found[0][name] - found[1][name]).abs().max().item() for name in found[0]], default=0.0)
 
     start = in_two_dtypes()
-    assert max(in_ranks(work, 2, tmp_path)) < 1e-5
+    assert max(in_ranks(work, 2, tmp_path)) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
