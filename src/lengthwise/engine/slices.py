@@ -114,15 +114,15 @@ class Slices:
         where = sharding.exact_on if self._is_apart else sharding.device
         self.values = torch.zeros(self.layout.shard_entries, dtype=kept, device=where)
         self._dtype_of = dict(zip(self.layout.bucket_of, self.dtypes, strict=True))  # of the buckets
-        is_copied = self.layout != self.node or self._is_apart
-        self._copied = [each for each in self.order if is_copied or (self.stays and self._dtype_of[each] != kept)]
-        self.copies, self.of_node = list[Tensor](), list[Tensor]()
+        self._copied, self.copies, self.of_node = set[int](), list[Tensor](), list[Tensor]()
         for dtype, group in groupby(self.order, key=self._dtype_of.__getitem__):
-            places = [self.node.in_shard(bucket) for bucket in group]
+            buckets = list(group)
+            places = [self.node.in_shard(bucket) for bucket in buckets]
             first, stop = places[0].start, places[-1].stop
-            if is_copied or (self.stays and dtype != kept):
+            if self.layout != self.node or self._is_apart or (self.stays and dtype != kept):
                 own = torch.zeros(stop - first, dtype=dtype, device=sharding.device)
                 self.copies.append(own)
+                self._copied.update(buckets)
             else:
                 own = self.values[first:stop]
             self.of_node += [own[place.start - first : place.stop - first] for place in places]
@@ -144,9 +144,13 @@ class Slices:
 
     def mine(self, of_node: Sequence[Tensor]) -> Iterator[tuple[Tensor, slice]]:
         """Yield this rank's slices of a node's buckets, with their places in `values`."""
-        return self._slices(of_node, self.order)
+        return self._mine(of_node, self.order)
 
-    def _slices(self, of_node: Sequence[Tensor], buckets: Iterable[int]) -> Iterator[tuple[Tensor, slice]]:
+    def _in_order(self) -> list[int]:
+        """List the buckets that are copied, in the order in which they are published."""
+        return [bucket for bucket in self.order if bucket in self._copied]
+
+    def _mine(self, of_node: Sequence[Tensor], buckets: Iterable[int]) -> Iterator[tuple[Tensor, slice]]:
         replicas = self.axes.replicas
         for bucket in buckets:
             whole = of_node[bucket]
@@ -197,7 +201,7 @@ class Slices:
         """Gather the replicas' updated values, bucket by bucket; `arrive` waits for them. Collective."""
         if self._sent is not None:
             self._sent.synchronize()  # `_published` is overwritten
-        for bucket in (each for each in self.order if each in self._copied):
+        for bucket in self._in_order():
             whole, staged = self.of_node[bucket], None if self._published is None else self._published[bucket]
             own = brought(self.values[self.layout.in_shard(bucket)], whole.dtype, whole.device, staged)
             self._arriving[bucket] = self.axes.replicas.all_gather_async(whole, own)
@@ -232,7 +236,7 @@ class Slices:
         if self._is_apart:
             self._take_to_host()
             return
-        for own, place in self._slices(self.of_node, self._copied):
+        for own, place in self._mine(self.of_node, self._in_order()):
             kept = self.values[place]
             kept.copy_(torch.where(own != kept.to(own.dtype), own.to(kept.dtype), kept))
 
@@ -257,7 +261,7 @@ class Slices:
         """Return the norm of this rank's part of the model's values, or 0.0 if they are the exact values."""
         if not self._copied:
             return 0.0
-        own = [own for own, _ in self._slices(self.of_node, [each for each in self.order if each in self._copied])]
+        own = [own for own, _ in self._mine(self.of_node, self._in_order())]
         norms = torch._foreach_norm(own, 2, dtype=torch.float64)
         return torch.linalg.vector_norm(torch.stack(norms)).item()
 

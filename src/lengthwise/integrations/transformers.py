@@ -94,16 +94,12 @@ class PlannedTrainerMixin(_Base):
             raise_problems(keyword_problems(self._session_options))
         super().__init__(*positional, **kwargs)
         check_adapters(self.model)
-        self._check_dtypes()
+        check_trained_dtype(self.model)
         self._is_denied = not self.model_accepts_loss_kwargs and not is_next_tokens(self)  # by the model's class
         self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs or takes_items(self.model)
         self._check_division()
 
     # What a subclass for another library overrides.
-
-    def _check_dtypes(self) -> None:
-        """Refuse weights that cannot train together."""
-        check_trained_dtype(self.model)
 
     _refused: Mapping[str, Refusal] = {}
     """Refused arguments of a subclass of TrainingArguments, in the form of `REFUSED`."""
