@@ -197,6 +197,19 @@ def test_weights_in_two_dtypes_train_as_in_the_plain_loop(ranks, layout, tmp_pat
         assert max(map(max, found)) < 1e-6, found
 
 
+def test_weights_of_which_ranks_have_other_dtypes_are_refused(tmp_path):
+    """They lie in the order of their dtypes, so a rank would take another parameter's values."""
+
+    def work(rank):
+        model = small_model(torch.float32)
+        norms = model.model.layers[0].input_layernorm, model.model.layers[1].input_layernorm
+        norms[rank].to(torch.bfloat16)
+        with pytest.raises(LengthwiseError, match="the same dtypes of trainable parameters on all ranks"):
+            Session(model, SGD(model.parameters()), capacity_tokens=64)
+
+    in_ranks(work, 2, tmp_path)
+
+
 def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path):
     """By name: the saved order of parameters is that of their dtypes, and of units."""
 

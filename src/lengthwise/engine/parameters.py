@@ -23,7 +23,7 @@ from functools import reduce
 import torch
 from torch import Tensor, nn
 
-from lengthwise.comm import Mesh, Pending, Transport
+from lengthwise.comm import Mesh, Pending, Transport, agree
 from lengthwise.engine.flat_layout import BucketOrder
 from lengthwise.engine.placing import refuse_hooks, refuse_parts, replaced, share_values, trainable
 from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, in_buckets, whole_inside
@@ -69,6 +69,9 @@ class Parameters:
         refuse_hooks(new)
         all_to = None if sharding.keeps_dtypes else sharding.dtype
         dtypes = {name: all_to or own.dtype for name, own in given.items()}
+        if all_to is None:  # parameters lie in the order of their dtypes
+            own_dtypes = repr([(name, dtypes[name]) for name in given if name in learns]).encode()
+            agree(self._transport, own_dtypes, "dtypes of trainable parameters", "Load the model alike on all ranks.")
         in_place = [own for name, own in given.items() if name not in learns and sharding.stays]
         share_values(model, self._transport, in_place, dtype=all_to, device=sharding.device)
 
