@@ -321,7 +321,7 @@ def summary(result: TrainResult, config: RunConfig | None, command: str) -> str:
     if result.skipped:
         them = f"the values that were not finite: {result.folder / 'not_finite.jsonl'}"
         lines.append(f"{counted(result.skipped, 'step')} made no update, or the update was undone; {them}")
-    if not result.has_trained:
+    if not result.has_trained and not result.skipped:
         lines.append("NOTHING WAS TRAINED: in every step the learning rate or the gradient was 0")
     rate = count(result.num_tokens / result.seconds)
     opened = "peft's PeftModel.from_pretrained on the base model" if config.lora is not None else "from_pretrained"

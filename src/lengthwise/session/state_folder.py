@@ -128,6 +128,7 @@ def save(
         ConfigError: an argument of the optimizer's groups cannot be written.
     """
     updates.take_changes()
+    writer.finish()  # before another folder is claimed in place of the one that it may still write
     on_first_rank(writer.transport, lambda: (_refuse_other(folder), claims.add(folder)))
     found = list[Ended]()
     writer.save(folder, step, updates, lambda state: Manifest(**state), ended=_warn if background else found.append)

@@ -49,7 +49,7 @@ class StepPlanning:
             LengthwiseError: there is no plan.
         """
         apart = self._plan(lengths, self.cost)
-        if shared is None:
+        if shared is None or not any(shared.common):
             return apart
         sizes, seconds_apart = reversed(self._sizes(lengths, apart.capacity)), _seconds(apart)
         # Sizes with equal work have the same trees; the smallest of them stays.
