@@ -77,7 +77,7 @@ def finished(step, num_steps, **changes):
 @pytest.mark.parametrize("width", [None, 80])
 def test_a_step_is_one_line_of_80_columns(width):
     line = StepLines().of(finished(7, 100), width)
-    assert line == "step   7/100  loss 1.2346  lr 3.00e-04  grad 8.26  12.3K tok/s  125 ms  eta 0:12"
+    assert line == "step   7/100 loss 1.2346 lr 3.00e-04 grad 8.26 12.3K tok/s 125 ms eta 0:12"
     assert len(line) <= 80
     line = StepLines().of(finished(999, 9_999, grad_norm=12.34, step_seconds=36.0), width)
     assert len(line) <= 80

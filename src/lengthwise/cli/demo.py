@@ -163,7 +163,7 @@ def _train(run_file: Path) -> TrainResult:
     result = train(run_file, ranks=_RANKS, timeout_seconds=100, callbacks=[PrintedProgress(LiveLine(sys.stdout))])
     plans = (Plan.from_json(read_plan_text(path)) for path in (result.folder / "plans").iterdir())
     occurred = sorted({degree for plan in plans for degree in degrees(plan)})
-    print(f"degrees that occurred: {', '.join(map(str, occurred))}")
+    print(f"ranks that shared a sequence, by the plans: {', '.join(map(str, occurred))}")
     return result
 
 
@@ -233,7 +233,7 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
 
     step = _first_step([length for length in lengths if length <= _LONGEST])
     found = compare([step], Scenario(shape=named_shape(_MODEL), hardware=named_hardware("h100"), devices=_GPUS))
-    yield f"{_MODEL}, {len(step)} files, {count(sum(step))} tokens, the longest {max(step)}"
+    yield f"{_MODEL}, {len(step)} files"
     yield answer_sentence(found)
     yield answer_table(found)
     yield from answer_notes(found)

@@ -123,7 +123,7 @@ def how_to_resume(config: RunConfig, command: str) -> str:
     return "no checkpoint: the run ended before the first one"
 
 
-_WIDTH = 80
+_COLUMNS = (0, 11, 11, 9, 11, 6, 0)  # least characters of the fields of a step, so that fields stay in their columns
 _TIMED_STEPS = 50  # last steps, whose mean estimates the time left
 _SILENT_SECONDS = 60.0  # without a line in a log
 _LEARNING_STEPS = 10  # first steps, which warm up and show the ranks' speeds
@@ -152,11 +152,13 @@ class StepLines:
             seconds(done.step_seconds),
             f"eta {clock(left)}",
         ]
-        lines, most = [parts[0]], _WIDTH if width is None else width
-        between = "  " if len("  ".join(parts)) <= most else " "
+        columns = " ".join(part.ljust(least) for part, least in zip(parts, _COLUMNS, strict=True))
+        if width is None or len(columns) <= width:
+            return columns
+        lines = [parts[0]]
         for part in parts[1:]:
-            if width is None or len(lines[-1]) + len(between) + len(part) <= most:
-                lines[-1] += between + part
+            if len(lines[-1]) + 1 + len(part) <= width:
+                lines[-1] += f" {part}"
             else:
                 lines.append(f"  {part}")
         return "\n".join(lines)

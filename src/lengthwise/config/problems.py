@@ -160,7 +160,7 @@ class _Reading:
             if hint := self._hint(foreign):
                 return hint
         if section is self.root or section in self.listed:
-            return f"take it out ({self.root.page} has all keys)"
+            return f"no key is called so; {self.root.page} has all keys"
         self.listed.add(section)
         return f"one of {', '.join(sorted(section.model_fields))}"
 

@@ -54,7 +54,8 @@ def written_edges(first: int, bars: int, longest: int) -> tuple[list[str], list[
     """Return the borders of bars of powers of two, and what each bar spans; the last bar ends at the longest."""
     ends = [written_tokens(2**power) for power in range(first, first + bars)] + [written_tokens(longest)]
     spans = [low if low == high else f"{low} to {high}" for low, high in pairwise(ends)]
-    return ends if ends[-1] != ends[-2] else [*ends[:-1], ""], spans
+    right = ends[-1] if ends[-1] != ends[-2] else written_tokens(2 ** (first + bars))  # all of one length
+    return [*ends[:-1], right], spans
 
 
 def length_histogram(lengths: Sequence[int] | np.ndarray, *, width: int = 40) -> list[str]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 WIDTH, HEIGHT = 720, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 26, 28, 40
 _PLOT_WIDTH, _PLOT_HEIGHT = WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM
+_NARROW_ROWS = 8  # rows of GPUs whose labels all fit on a narrow page
 STYLE = """
 :root{color-scheme:light dark}
 body{font:16px/1.5 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem}
@@ -137,7 +138,7 @@ def bar_chart(
             f'width="{max(1.0, width - 2):.1f}" height="{height:.1f}"><title>{escape(tip)}</title></rect>'
         )
     for number, label in enumerate(labels):
-        parts.append(_text(f"{_LEFT + number * width:.1f}", HEIGHT - _BOTTOM + 14, label, kind="odd " * (number % 2)))
+        parts.append(_text(f"{_LEFT + number * width:.1f}", HEIGHT - _BOTTOM + 14, label, kind="odd " * ((len(labels) - 1 - number) % 2)))
     for number, mark in enumerate(marks):
         x, y = _LEFT + number * width, _TOP + _PLOT_HEIGHT * (1 - mark / most)
         parts.append(f'<line class="mark" x1="{x + 1:.1f}" x2="{x + width - 1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
@@ -169,7 +170,8 @@ def stretch_chart(rows: Sequence[tuple[str, Sequence[Stretch]]], *, title: str, 
     parts = []
     for number, (label, drawn) in enumerate(rows):
         y = _TOP + number * step
-        parts.append(_text(_LEFT - 6, f"{y + step / 2 + 3:.1f}", label, anchor="end"))
+        kind = "odd " * (number % 2 and len(rows) > _NARROW_ROWS)
+        parts.append(_text(_LEFT - 6, f"{y + step / 2 + 3:.1f}", label, anchor="end", kind=kind))
         for start, end, kind in drawn:
             x, width = _LEFT + _PLOT_WIDTH * start / most, _PLOT_WIDTH * (end - start) / most
             parts.append(
