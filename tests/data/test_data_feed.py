@@ -297,7 +297,8 @@ def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, 
         steps = dataset.batches(GlobalBatch(sequences=4))
         next(steps)
         changed = path.read_text().replace("abc", "abd")
-        path.write_text(changed)
+        with path.open("r+") as file:  # never empty: the feed's process may read it at any time
+            file.write(changed)
         with pytest.raises(DataError, match="expected a file that does not change") as caught:
             [*islice(steps, 3)]
         assert caught.value.where.startswith(f"{path}")

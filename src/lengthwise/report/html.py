@@ -138,7 +138,8 @@ def bar_chart(
             f'width="{max(1.0, width - 2):.1f}" height="{height:.1f}"><title>{escape(tip)}</title></rect>'
         )
     for number, label in enumerate(labels):
-        parts.append(_text(f"{_LEFT + number * width:.1f}", HEIGHT - _BOTTOM + 14, label, kind="odd " * ((len(labels) - 1 - number) % 2)))
+        kind = "odd " * ((len(labels) - 1 - number) % 2)  # the last one always stays
+        parts.append(_text(f"{_LEFT + number * width:.1f}", HEIGHT - _BOTTOM + 14, label, kind=kind))
     for number, mark in enumerate(marks):
         x, y = _LEFT + number * width, _TOP + _PLOT_HEIGHT * (1 - mark / most)
         parts.append(f'<line class="mark" x1="{x + 1:.1f}" x2="{x + width - 1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
