@@ -7,8 +7,8 @@
     plan = lengthwise.plan([131_072, 9_000, 800], cluster, cost)
     print(lengthwise.score(plan, cost).makespan_seconds)
 
-Every name of `__all__` is imported when it is first asked for: only `Session`, `train`, `verify` and what they return
-need torch.
+Every name of `__all__` is imported when it is first asked for: only `Session`, `StoredModel`, `train`, `verify` and
+what they return need torch.
 """
 
 from importlib import import_module
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lengthwise.core.shape import Cluster, ModelShape
     from lengthwise.core.timeline import Timeline
     from lengthwise.cost import Cost, Hardware, costs
+    from lengthwise.models.stored_model import StoredModel
     from lengthwise.planner import PlanOptions, PlanRequest, Score, register_planner, score
     from lengthwise.planner import plan_step as plan
     from lengthwise.program import check_plan as check
@@ -53,6 +54,7 @@ __all__ = [
     "Score",
     "Session",
     "StepResult",
+    "StoredModel",
     "Timeline",
     "TrainResult",
     "VerifyReport",
@@ -79,6 +81,7 @@ _HOMES = {
         "core.shape": "Cluster ModelShape",
         "core.timeline": "Timeline",
         "cost": "Cost Hardware costs",
+        "models.stored_model": "StoredModel",
         "planner": "PlanOptions PlanRequest Score options=PlanOptions plan=plan_step register_planner score",
         "program": "check=check_plan",
         "simulator": "simulate=simulate_plan",

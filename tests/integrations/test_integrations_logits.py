@@ -57,7 +57,7 @@ def test_a_step_of_a_trainer_makes_all_logits_where_its_loss_needs_them(case, tm
     with LargestTensor() as largest:
         trainer = trained(kind, make(tmp_path), model=MODEL(), **given)["trainer"]
     assert (largest.numbers > 0.75 * trainer._last.num_tokens * WORDS) == whole
-    assert trainer.session._planning.expects.whole_logits == whole
+    assert trainer.session.planning.expects.whole_logits == whole
     trainer.session.close()
 
 

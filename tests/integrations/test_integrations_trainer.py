@@ -338,7 +338,7 @@ def test_a_run_with_its_optimizer_on_the_host_goes_on_without(tmp_path):
         args = arguments(tmp_path / folder, **SAVING)
         kind = partial(PlannedTrainer, capacity_tokens=256, offload_optimizer=offloads)
         found = trained(kind, args, model=small_model(torch.bfloat16), resume=resume)
-        assert found["trainer"].session._loop_optimizer.offloads == offloads
+        assert found["trainer"].session._updates.offloads == offloads
         return found["weights"]
 
     whole, *_ = in_trainers(partial(work, "host", True, None), 1, tmp_path)

@@ -150,8 +150,8 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
 
     def work(transport):
         with LiveBytes() as live:
-            session, optimizer = open_session(job, World(rank=transport.rank, world_size=2), transport, say=str)
-            planning = session.plan_with(job.cost).ahead
+            session = open_session(job, World(rank=transport.rank, world_size=2), transport, say=str)
+            optimizer, planning = session.optimizer, session.planning.ahead
             batch, found = make_batch(lengths, vocab=VOCAB), planning.measured
             for plan in (planning.plan((9,) * len(lengths)), planning.plan(lengths)):
                 live.peak_bytes = live.now_bytes

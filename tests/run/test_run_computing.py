@@ -52,8 +52,8 @@ def test_no_model_is_made_in_the_process_that_forks_ranks_which_use_gpus(tmp_pat
     built, init = [], nn.Module.__init__
     monkeypatch.setattr(nn.Module, "__init__", lambda module, *a, **k: (built.append(module), init(module, *a, **k))[1])
     job = settle_shard(prepared(path, gpus=2))
-    assert job.facts.parameters > 10_000
-    assert job.facts.kinds == RECOMPUTE_KINDS
+    assert job.trained.parameters > 10_000
+    assert job.trained.kinds == RECOMPUTE_KINDS
     with pytest.raises(ConfigError, match="heads: expected auto, off, or a number that divides"):
         prepared(wrong, gpus=2)
     assert not built

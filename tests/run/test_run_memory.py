@@ -49,8 +49,8 @@ def test_largest_pack_is_the_capacity_or_the_largest_batch(tmp_path, lengths, ke
 @pytest.mark.parametrize("precision", [more("fp64"), more("fp32"), "bf16"])
 def test_memory_check_leaves_no_gradient_and_no_other_parameter(tmp_path, precision):
     job = job_of(tmp_path, [30, 12], precision=precision)
-    session, optimizer = open_session(job, WORLD, SoloTransport(), say=str)
-    flat = optimizer.parameters
+    session = open_session(job, WORLD, SoloTransport(), say=str)
+    flat = session.optimizer.parameters
     before = flat.values.clone()
     flat.grads.fill_(7)  # whatever was there
     said = check_memory(session.engine, job)
@@ -69,7 +69,7 @@ def test_memory_check_runs_the_most_sequences_too(tmp_path, monkeypatch):
         return done
 
     monkeypatch.setattr(memory_check, "run_part", watched)
-    session, _ = open_session(job, WORLD, SoloTransport(), say=str)
+    session = open_session(job, WORLD, SoloTransport(), say=str)
     said = check_memory(session.engine, job)
     assert seen == [((12,), True), ((1, 2, 3, 4), True)], "forward and backward"
     assert said == "memory check: the largest microbatch, 12 tokens, ran, so did one of 4 sequences"

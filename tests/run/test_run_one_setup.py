@@ -14,12 +14,12 @@ from lengthwise.cli.options import PlanChoices
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.config import build_config
 from lengthwise.cost import analytic_cost, named_hardware, named_shape
-from lengthwise.run.building import session_settings
-from lengthwise.run.checks import prepare_job
+from lengthwise.run.checks import prepare_job, session_options, stored_model
 from lengthwise.run.prepared_run import settle_shard
-from lengthwise.session import start
+from lengthwise.session import open as session_open
+from lengthwise.session.open import with_layout
+from lengthwise.session.ranks import SessionRanks
 from lengthwise.session.settings import check_settings, cost_of, planning_of
-from lengthwise.session.start import Start, settled
 from lengthwise.setup.resolve import Machine, model_of_run, resolve
 from run.small_runs import make_rows, write_model, write_rows, write_run
 from tiers import some
@@ -49,15 +49,15 @@ def model(folder):
     return AutoModelForCausalLM.from_pretrained(folder / "model")
 
 
-def of_session(model, keys):
-    """What plans a session of these settings, once its layout is settled."""
-    settings = check_settings(model, torch.optim.AdamW(model.parameters()), keys)
+def planned_by(settings):
+    """What plans a session of these settings, once it has a layout."""
     transport, cost = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS), cost_of(settings)
-    begun = Start(
-        model=model, text=model, settings=settings, cost=cost, transport=transport, local_ranks=2, process=None,
-        optimizer=None, say=print,
-    )  # fmt: skip
-    return planning_of(SimpleNamespace(transport=transport), None, cost, settled(begun).settings).ahead
+    found = with_layout(settings, SessionRanks(transport=transport, local_ranks=2, say=print), cost)
+    return planning_of(SimpleNamespace(transport=transport), None, cost, found)
+
+
+def of_session(model, keys):
+    return planned_by(check_settings(model, torch.optim.AdamW(model.parameters()), keys)).ahead
 
 
 def of_plan(path, **options):
@@ -85,8 +85,8 @@ def assert_same(planned, trained):
 
 @pytest.mark.parametrize(("layout", "ratio", "heads"), some(CASES, *range(0, 36, 4)))
 def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
-    monkeypatch.setattr(start, "least", lambda _, numbers: list(numbers))
-    monkeypatch.setattr(start, "from_first", lambda _, work: work())
+    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
     number = CASES.index((layout, ratio, heads))
     keys = {**LAYOUTS[layout], "heads": heads, "capacity_tokens": 48 + 16 * (number % 5)}
     keys["recompute"] = ("none", "layer", "auto")[number // 2 % 3]
@@ -94,8 +94,9 @@ def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
     path = write_run(folder, precision="fp32", **keys)
     config = build_config(json.loads(path.read_text()), folder=folder)
     job = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10))
-    trained, transport = job.planning, SimpleNamespace(world_size=RANKS)
-    run = planning_of(SimpleNamespace(transport=transport), None, job.cost, session_settings(job, torch.device("cpu")))
+    trained, options = job.planning, session_options(job.config, None)
+    lengths = {"lengths": LENGTHS, "batch_tokens": job.most_tokens}
+    run = planned_by(check_settings(stored_model(job.config, job.model), config.optimizer, options, **lengths))
     assert run.ahead == run.whole == trained
     assert trained.options.context_tokens == max(LENGTHS)
     assert known(of_session(model, keys)) == known(trained)
@@ -105,8 +106,8 @@ def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
 def test_a_session_of_adapters_is_priced_as_a_run_of_them(folder, monkeypatch):
     """Backward makes no gradient of the base: a session counted them."""
-    monkeypatch.setattr(start, "least", lambda _, numbers: list(numbers))
-    monkeypatch.setattr(start, "from_first", lambda _, work: work())
+    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
     keys = {"capacity_tokens": 64, "heads": "off", "shard": "zero1"}
     path = write_run(folder, precision="fp32", lora={"r": 2, "target_modules": ["q_proj"]}, **keys)
     config = build_config(json.loads(path.read_text()), folder=folder)

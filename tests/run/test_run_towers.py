@@ -52,10 +52,10 @@ def towers_on_rank_0(monkeypatch):
     made = building.open_session
 
     def opened_session(job, world, transport, *arguments, **options):
-        session, optimizer = made(job, world, transport, *arguments, **options)
+        session = made(job, world, transport, *arguments, **options)
         places = {each.is_meta for each in left_alone(session.engine.model).values()}
         assert places == {transport.rank > 0}, f"rank {transport.rank}: towers on meta: {places}"
-        return session, optimizer
+        return session
 
     monkeypatch.setattr(setup, "open_session", opened_session)
 

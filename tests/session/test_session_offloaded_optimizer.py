@@ -15,8 +15,8 @@ from lengthwise.core.errors import LengthwiseError
 from lengthwise.cost import StepMemory, check_host, costs, named_shape, shape_from_config
 from lengthwise.cost.measured import base_cost
 from lengthwise.planner.service.step_planning import step_planning
-from lengthwise.session import settings as session_settings
-from lengthwise.session import start as session_start
+from lengthwise.session import open as session_open
+from lengthwise.session.ranks import SessionRanks
 from lengthwise.setup import resolve
 from tiers import more
 
@@ -113,22 +113,21 @@ def test_what_cannot_be_offloaded_is_refused():
 
 def on_gpu(model, optimizer, **changes):
     given = {"capacity_tokens": 128, "recompute": "layer", "heads": "off", "device": "cuda:0", **changes}
-    return session_settings.check_settings(model, optimizer, given)
+    return session_open.check_settings(model, optimizer, given)
 
 
-def start_of(model, settings, cost):
-    """The start of a rank among eight on one node, which asks no other."""
-    there = SimpleNamespace(world_size=8, rank=0, device_ranks=1)
-    return session_start.Start(
-        model=model, text=model, settings=settings, cost=cost, transport=there, local_ranks=8, process=None,
-        optimizer=None, say=print,
-    )  # fmt: skip
+# A rank among eight on one node, which asks no other.
+RANKS = SessionRanks(transport=SimpleNamespace(world_size=8, rank=0, device_ranks=1), local_ranks=8, say=print)
+
+
+def shard_of(settings, cost):
+    return session_open.with_layout(settings, RANKS, cost).asked.shard
 
 
 def alone(monkeypatch, free_bytes):
-    monkeypatch.setattr(session_start, "free_bytes", free_bytes)
-    monkeypatch.setattr(session_start, "least", lambda _, numbers: list(numbers))
-    monkeypatch.setattr(session_start, "from_first", lambda _, work: work())
+    monkeypatch.setattr(session_open, "free_bytes", free_bytes)
+    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
 
 
 def test_of_layouts_that_fit_the_fastest_is_taken_by_costs(monkeypatch, capsys):
@@ -137,9 +136,9 @@ def test_of_layouts_that_fit_the_fastest_is_taken_by_costs(monkeypatch, capsys):
     plain = base_cost(settings.trained.shape, "h100", precision="bf16")
     late = replace(plain, reduced_bytes=1e12)  # whose step's end takes long with whole parameters
     alone(monkeypatch, lambda *_: 80e9)
-    assert session_start.settled(start_of(model, settings, late)).settings.asked.shard == "zero3"
+    assert shard_of(settings, late) == "zero3"
     assert "shard zero3: a step takes" in capsys.readouterr().out
-    assert session_start.settled(start_of(model, settings, plain)).settings.asked.shard == "zero1"
+    assert shard_of(settings, plain) == "zero1"
 
 
 @pytest.mark.parametrize(("others", "here"), [(8, 8), (4, 8)])
@@ -147,15 +146,13 @@ def test_ranks_of_machines_of_two_sizes_are_no_node_and_whole_values_are_worth_a
     model, seen = small_model(torch.bfloat16), []
     settings = on_gpu(model, ADAMW(model.parameters()))
     alone(monkeypatch, lambda *_: 80e9)
-    monkeypatch.setattr(session_start, "least", lambda _, numbers: [min(others, numbers[0]), *numbers[1:]])
-    monkeypatch.setattr(
-        session_start, "resolve", lambda *given, **known: seen.append((given, known)) or resolve(*given)
-    )
-    start = start_of(model, settings, base_cost(settings.trained.shape, "h100", precision="bf16"))
-    for is_read in (True, False):
-        session_start.settled(replace(start, settings=replace(settings, is_read_between=is_read)))
+    monkeypatch.setattr(session_open, "least", lambda _, numbers: [min(others, numbers[0]), *numbers[1:]])
+    monkeypatch.setattr(session_open, "resolve", lambda *given, **known: seen.append((given, known)) or resolve(*given))
+    cost = base_cost(settings.trained.shape, "h100", precision="bf16")
+    for stored in (None, "read by the session, which no loop reads between steps"):
+        session_open.with_layout(replace(settings, stored=stored), RANKS, cost)
     assert [given[2].here for given, _ in seen] == [here, here]
-    assert [known["margin"] for _, known in seen] == [session_start.MODEL_ERROR, 0.0]
+    assert [known["margin"] for _, known in seen] == [session_open.MODEL_ERROR, 0.0]
 
 
 @pytest.mark.parametrize(("offloads", "shard"), [(False, "zero3"), (True, "zero1")])
@@ -166,12 +163,11 @@ def test_a_layout_is_taken_by_what_stays_on_the_gpu(offloads, shard, monkeypatch
     room = {"cuda": (6 + 1.5) * size / 0.9, "cpu": 1e12}
     alone(monkeypatch, lambda device, _: room[device.type])
     settings = on_gpu(model, ADAMW(model.parameters()), offload_optimizer=offloads)
-    start = start_of(model, settings, base_cost(settings.trained.shape, "h100", precision="bf16"))
-    assert session_start.settled(start).settings.asked.shard == shard
-    session_start._check_host_optimizer(start)
+    assert shard_of(settings, base_cost(settings.trained.shape, "h100", precision="bf16")) == shard
+    session_open._check_host_optimizer(settings, RANKS)
     room["cpu"] = 15.0 * size
     with pytest.raises(LengthwiseError, match="8 ranks") if offloads else nullcontext():
-        session_start._check_host_optimizer(start)
+        session_open._check_host_optimizer(settings, RANKS)
 
 
 def test_stages_say_too_where_an_optimizer_on_the_host_saves_nothing(tmp_path):

@@ -11,7 +11,7 @@ from testing.on_meta import META, device_without_values
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise import Session
-from lengthwise.session import own_loop
+from lengthwise.session import open as session_open
 
 LENGTHS = (300, 40, 200, 7)
 FORWARD = ["copy to the host: step.run_part", "event: clock._seconds_between"]
@@ -53,7 +53,7 @@ def on_meta(model, optimizer, asked, **how):
     return replace(check_settings(model, optimizer, {**asked, "device": "cuda:0"}, **how), device=META)
 
 
-check_settings = own_loop.check_settings
+check_settings = session_open.check_settings
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
@@ -70,7 +70,7 @@ check_settings = own_loop.check_settings
 def test_a_step_of_a_session_waits_for_its_device_where_it_must(monkeypatch, loss, options):
     model, (backward, expected) = model_of(options.pop("adapters", False)), LOSSES[loss]
     rows = [{"input_ids": torch.arange(length) % SIZES["vocab_size"]} for length in LENGTHS]
-    monkeypatch.setattr(own_loop, "check_settings", on_meta)
+    monkeypatch.setattr(session_open, "check_settings", on_meta)
     with device_without_values() as waits:
         trained = [each for each in model.parameters() if each.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused="offload_optimizer" not in options)

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 from lengthwise import Session
 from lengthwise.core.errors import ModelRefused
 from lengthwise.cost import costs
-from lengthwise.session import start as session_start
+from lengthwise.session import open as session_open
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -156,7 +156,7 @@ def test_a_layout_is_taken_by_what_the_poorest_rank_has(tmp_path, monkeypatch, c
     size = sum(each.nbytes for each in model.parameters())
 
     def work(rank, times):
-        monkeypatch.setattr(session_start, "free_bytes", lambda *_: (times + 10 * rank) * size)
+        monkeypatch.setattr(session_open, "free_bytes", lambda *_: (times + 10 * rank) * size)
         own = copy.deepcopy(model)
         with Session(own, torch.optim.AdamW(own.parameters()), capacity_tokens=128) as session:
             return session.shard
@@ -200,7 +200,7 @@ def test_what_is_gathered_is_priced_by_the_parameters_that_there_are(tmp_path):
             optimizer = MOMENTUM([each for each in model.parameters() if each.requires_grad])
             cost = replace(costs("llama-7b"), version="one rate")
             with Session(model, optimizer, capacity_tokens=64, shard="zero3", measurements=cost) as session:
-                traffic = session._planning.ahead.cost.traffic
+                traffic = session.planning.ahead.cost.traffic
                 count = sum(each.numel() for each in model.parameters())
             gathered = traffic.layers * traffic.gather_seconds + traffic.rest_gather_seconds
             found.append((gathered + traffic.head_gather_seconds, traffic.reduce_seconds, count, cost))

@@ -49,6 +49,8 @@ class SlicedOptimizer:
     rank's number among those over which `parameters` lie. offloads: whether slices and states are on the host.
     """
 
+    has_edited_weights = False  # see `session.loop_optimizer`
+
     def __init__(self, whole: WholeOptimizer, parameters: Parameters, rank: int, *, offloads: bool = False) -> None:
         self.optimizer, self.parameters, self.rank, self.offloads = whole.optimizer, parameters, rank, offloads
         self.numbers, self._group_of, self._members = whole.numbers, whole.group_of, whole.members
@@ -139,6 +141,15 @@ class SlicedOptimizer:
         self.update(lr)
         self.parameters.publish()
         self.zero_grad()
+
+    def take_changes(self) -> None:
+        """Copy values that a loop wrote into whole parameters since the last step to the slices."""
+        self.parameters.take_changes()
+
+    def publish(self) -> None:
+        """Send the weights of the slices to all ranks, and wait for them. Collective."""
+        self.parameters.publish()
+        self.parameters.published()
 
     def end_step(self, lr: float, transport: Transport, *, limit: float | None = 1.0) -> float:
         """Reduce gradients, clip them to a norm of `limit`, and step; return the norm before. Collective."""

@@ -121,8 +121,7 @@ class Checkpoints:
         state = read_slices(transport, resume.folder, manifest, parameters, vectors, remedy=remedy)
         parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
         self._optimizer.take_vectors(state, updates=manifest.step - manifest.skipped)
-        parameters.publish()
-        parameters.published()
+        self._optimizer.publish()
         if transport.rank == 0:
             self._folder.go_back_to(resume.step)
         for each in (*resume.changes, *["the tokens of the data"] * other_data):

@@ -25,6 +25,7 @@ from lengthwise.config import (
     DataSource,
     OptimizerConfig,
     RunConfig,
+    TrainingSettings,
 )
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.packages import check_remote
@@ -33,32 +34,27 @@ from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.data.fed import FedDataset, FedSteps, Steps, divided, longest_rows, streamed
 from lengthwise.data.load import first_rows
-from lengthwise.engine.offloading import check_offload
 from lengthwise.engine.schedule import check_steps
 from lengthwise.engine.shortage import free_bytes
 from lengthwise.models import (
     DTYPES,
-    Computing,
     ModelSource,
-    check_computing,
-    check_cut,
-    check_lora,
     check_model_config,
-    check_recompute,
-    check_weights,
     count_parameters,
     find_model,
     position_limit,
 )
+from lengthwise.models.stored_model import StoredModel
 from lengthwise.models.weights import holds_weights
 from lengthwise.planner import PACKED_DP
 from lengthwise.report.figures import count
 from lengthwise.run.caching import data_cache
-from lengthwise.run.job import Job, ModelFacts
+from lengthwise.run.job import Job
 from lengthwise.run.launch import threads_of_each
 from lengthwise.run.resume import Resume
-from lengthwise.session.room import kinds_of
+from lengthwise.session.settings import check_settings
 from lengthwise.session.stages import check_replicas
+from lengthwise.setup import TrainedModel
 
 
 def settle(config: RunConfig, *, gpus: int) -> tuple[RunConfig, Mapping[str, str]]:
@@ -127,21 +123,21 @@ def prepare_job(
     if steps is not None:
         attempt(lambda: check_steps(config.optimizer, steps.num_steps))
         attempt(lambda: resume and resume.check_within(steps.num_steps))
-    facts, cost = None, None
+    trained, cost = None, None
     if model:
-        facts = attempt(partial(call_apart, partial(_facts_of, config, model, gpus=gpus), gpus=gpus))
-    if model and facts:
-        measured = partial(_measured_cost, config, model, ranks=ranks, gpus=gpus, adapters=facts.adapters)
+        trained = attempt(partial(call_apart, partial(_check_model, config, model, gpus=gpus), gpus=gpus))
+    if model and trained:
+        measured = partial(_measured_cost, config, model, ranks=ranks, gpus=gpus, adapters=trained.trained)
         cost = attempt(measured)
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
-    assert facts is not None, "a model that cannot be trained must have been a problem"
+    assert trained is not None, "a model that cannot be trained must have been a problem"
     assert steps is not None, "data that was not read must have been a problem"
     job = Job(
         config=config,
         ranks=ranks,
         model=model,
-        facts=facts,
+        trained=trained,
         steps=steps,
         eval_dataset=eval_dataset,
         tokenizer=tokenizer() if tokenizer.cache_info().currsize else None,
@@ -211,33 +207,36 @@ def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_si
     return divided(config.data, seed=config.seed, **of_tokenizer)
 
 
-def _facts_of(config: RunConfig, model: ModelSource, *, gpus: int) -> ModelFacts:
-    """Check that the model can be trained with these settings; return its facts.
+def stored_model(config: RunConfig, source: ModelSource, *, draws_both: bool = False) -> StoredModel:
+    """Return the model of a run, for a session to read. draws_both: as in `build_adapted`."""
+    return StoredModel(
+        source=source,
+        lora=config.lora,
+        dtype=DTYPES[config.precision],
+        seed=config.seed,
+        whole_logits=config.loss == "whole",
+        draws_both=draws_both,
+    )
+
+
+def session_options(config: RunConfig, cost: Cost | None) -> dict[str, Any]:
+    """Return a run's settings as keywords of `Session`. cost: measured, or None."""
+    given: dict[str, Any] = {name: getattr(config, name) for name in TrainingSettings.model_fields}
+    return {**given, "measurements": cost, "share_prefixes": "off"}
+
+
+def _check_model(config: RunConfig, source: ModelSource, *, gpus: int) -> TrainedModel:
+    """Check that the model can be trained with these settings; return its sizes.
 
     Raises:
         LengthwiseError: one error has all problems.
     """
-    collector = Collector()
-    attempt = collector.attempt
-    attempt(lambda: check_model_config(model.config))
-    collector.raise_all()
-    parameters = attempt(lambda: count_parameters(model.config))
-    if not (gpus and model.weights and config.shard != "zero1"):  # else ranks may read their own rows
-        attempt(lambda: check_room(model, parameters or 0))
-    collector.raise_all()
-    attempt(lambda: check_weights(model))
-    if config.recompute != "auto":
-        attempt(lambda: check_recompute(model.config, config.recompute))
-    dtype = DTYPES[config.precision]
-    attempt(lambda: check_computing(model.config, Computing.of(config), dtype=dtype, on_gpus=gpus > 0))
-    attempt(lambda: _check_heads(config, model))
-    if config.stages > 1:
-        attempt(lambda: check_cut(model.config, config.cut))
-    attempt(lambda: check_offload(config.offload, model.text.num_hidden_layers, on_gpus=gpus > 0))
-    adapters = attempt(lambda: check_lora(model, config.lora))
-    collector.raise_all()
-    assert parameters is not None, "a model that cannot be built must have been a problem"
-    return ModelFacts(parameters=parameters, adapters=adapters, kinds=tuple(kinds_of(model.config, "auto")))
+    check_model_config(source.config)
+    if not (gpus and source.weights and config.shard != "zero1"):  # else ranks may read their own rows
+        check_room(source, count_parameters(source.config))
+    where = torch.device("cuda" if gpus else "cpu")
+    options = {**session_options(config, None), "device": where}
+    return check_settings(stored_model(config, source), config.optimizer, options).trained
 
 
 def check_room(model: ModelSource, parameters: int) -> None:
@@ -270,13 +269,6 @@ def _measured_cost(
         on_gpus=gpus > 0,
         stages=config.stages,
     )
-
-
-def _check_heads(config: RunConfig, model: ModelSource) -> None:
-    heads = shape_from_config(model.config.to_dict()).heads
-    if isinstance(config.heads, int) and heads % config.heads:
-        expected = f"auto, off, or a number that divides the model's {heads} heads"
-        raise ConfigError("heads", expected=expected, got=f"{config.heads}", remedy="Set heads: auto.")
 
 
 def _check_eval_losses(dataset: Dataset | None) -> None:

@@ -20,7 +20,7 @@ from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.planner.service.step_planning import StepPlanning, step_planning
 from lengthwise.program import refuse_unsupported
 from lengthwise.run.resume import Resume
-from lengthwise.setup import TrainedModel, memory_of_settings, model_of_run, offload_of
+from lengthwise.setup import TrainedModel, memory_of_settings, offload_of
 
 _UNMEASURED_TOKENS = 4096
 MEASURING_SECONDS = 8.0  # about what measuring before the first step takes
@@ -30,32 +30,20 @@ _MEASURED_RUN = 20.0  # a run that is longer than this many times `MEASURING_SEC
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """Facts about a run's model: the process that forks ranks must not build or import the model itself.
-
-    adapters: number of adapter parameters that train in place of the model's own, or None if all train. kinds: kinds
-    of recomputation that the model supports.
-    """
-
-    parameters: int
-    adapters: int | None
-    kinds: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A checked run, the same on every rank.
 
-    steps: the sequences of every step. gpus: number of GPUs that it uses on a machine; 0 computes on the CPU. gpu_name:
-    name of the first GPU. measured_cost: costs from the run's file of measurements, or None without a file.
-    measured_capacities: the measured capacities of `capacity_tokens: auto`, once known. resume: the checkpoint that the
-    run continues from, or None. chosen: reasons of defaults that depend on model and device, by key.
+    trained: sizes of the model and its optimizer. steps: the sequences of every step. gpus: number of GPUs that it uses
+    on a machine; 0 computes on the CPU. gpu_name: name of the first GPU. measured_cost: costs from the run's file of
+    measurements, or None without a file. measured_capacities: the measured capacities of `capacity_tokens: auto`, once
+    known. resume: the checkpoint that the run continues from, or None. chosen: reasons of defaults that depend on model
+    and device, by key.
     """
 
     config: RunConfig
     ranks: int
     model: ModelSource
-    facts: ModelFacts
+    trained: TrainedModel
     steps: Steps
     eval_dataset: Dataset | None
     tokenizer: Tokenizer | None
@@ -183,7 +171,7 @@ class Job:
     def _seconds_of_a_step(self, device: str) -> float:
         lengths, asked = self.steps.drawn_lengths(_PRICED_ROWS), self.config.global_batch
         sequences = asked.sequences or asked.tokens / lengths.mean()
-        cost = base_cost(self.shape, device, precision=self.config.precision, adapters=self.facts.adapters)
+        cost = base_cost(self.shape, device, precision=self.config.precision, adapters=self.trained.trained)
         once = float(cost.compute_seconds(lengths).sum()) / len(lengths)
         return once * sequences / self.ranks
 
@@ -216,7 +204,7 @@ class Job:
             return self.measured_cost
         config = self.config
         return base_cost(
-            self.shape, self.hardware, precision=config.precision, adapters=self.facts.adapters, stages=config.stages
+            self.shape, self.hardware, precision=config.precision, adapters=self.trained.trained, stages=config.stages
         )
 
     @property
@@ -225,22 +213,9 @@ class Job:
         return shape_from_config(self.model.config.to_dict())
 
     @property
-    def trained_model(self) -> TrainedModel:
-        """Sizes of the trained model that layout and memory depend on."""
-        return model_of_run(
-            self.config,
-            self.shape,
-            on_gpus=self.gpus > 0,
-            parameters=self.facts.parameters + (self.facts.adapters or 0),
-            trained=self.facts.adapters,
-            ties=bool(getattr(self.model.config, "tie_word_embeddings", False)),
-            kinds=self.facts.kinds,
-        )
-
-    @property
     def memory(self) -> StepMemory:
         """Memory of a step in the run's layout."""
-        return memory_of_settings(self.config, self.trained_model, ranks=self.ranks, on_gpus=self.gpus > 0)
+        return memory_of_settings(self.config, self.trained, ranks=self.ranks, on_gpus=self.gpus > 0)
 
     @property
     def planning(self) -> StepPlanning:
@@ -253,7 +228,7 @@ class Job:
             offload=offload_of(self.config.offload),
             planner=self.config.planner,
             heads=self.config.heads,
-            context_tokens=int(self.known.lengths.max()),
+            context_tokens=int(self.known.lengths[self.known.ids].max()),
         )
 
     def refuse_plan(self, plan: Plan) -> None:

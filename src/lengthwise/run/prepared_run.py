@@ -126,9 +126,9 @@ def settle_shard(job: Job) -> Job:
         known = {"room_bytes": _bytes_of_a_rank(job), "longest": job.longest_tokens, "batch": job.most_tokens}
         known["lengths"] = job.first_lengths if job.gpus else None
     machine = Machine(ranks=job.ranks, here=here, on_gpus=job.gpus > 0)
-    found = resolve(config, job.trained_model, machine, job.cost, **known)
+    found = resolve(config, job.trained, machine, job.cost, **known)
     if is_open and found.settings.shard == "zero1" and job.gpus and job.model.weights:
-        check_room(job.model, job.facts.parameters)
+        check_room(job.model, job.trained.parameters or 0)
     # The session itself reports on a layout that was asked for.
     chosen = {**job.chosen, "shard": found.why} if is_open and found.why else job.chosen
     return replace(job, config=found.settings, chosen=chosen)

@@ -114,8 +114,12 @@ def set_up(
             say(note)
     if isinstance(config.heads, int) and config.heads > job.replicas:
         say(f"heads: {config.heads} has no effect on {counted(job.replicas, 'rank')}")
-    session, optimizer = open_session(job, world, transport, process, say=say)
-    parameters = optimizer.parameters
+    session = open_session(job, world, transport, process, say=say)
+    optimizer, planning = session.optimizer, session.planning
+    if (held := planning.ahead.measured) is not None:
+        check_longest(job, session.engine, held, optimizer.pending_bytes()[1])
+        job = job.with_capacities(held)
+        say(f"capacity of a rank: {capacities_sentence(held, job.most_tokens)}")
     checkpoints = Checkpoints(
         config,
         session.runner.writer,
@@ -126,19 +130,13 @@ def set_up(
     )
     finite = FinitePolicy(
         skips=config.not_finite == "skip",
-        parameters=parameters,
+        parameters=optimizer.parameters,
         callbacks=callbacks,
         largest_allowed=torch.finfo(session.engine.dtype).max,
     )
     end = RunStepEnd(rank=transport.rank, finite=finite, checkpoints=checkpoints)
     session.runner.end = end
     _restore(job, session, end, say)
-    transport.phase = "measuring what fits into memory"
-    planning = session.plan_with(job.cost)
-    if (held := planning.ahead.measured) is not None:
-        check_longest(job, session.engine, held, optimizer.pending_bytes()[1])
-        job = job.with_capacities(held)
-        say(f"capacity of a rank: {capacities_sentence(held, job.most_tokens)}")
     pricing = Pricing(planning.ahead, follows_speeds=job.measures and not world.rank)
     planning.priced = pricing.priced
     rank = RankRun(

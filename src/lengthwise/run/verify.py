@@ -196,8 +196,8 @@ def _run_plan(
     optimizer = OptimizerConfig.model_validate({"name": "sgd", "offload": job.config.optimizer.offload})
     settings = {"optimizer": optimizer, "capacity_tokens": plan.capacity}
     job = replace(job, config=job.config.model_copy(update=settings))
-    session, held = open_session(job, world, transport, say=say, draws_both=True)
-    parameters, engine = held.parameters, session.engine
+    session = open_session(job, world, transport, say=say, draws_both=True)
+    parameters, engine = session.optimizer.parameters, session.engine
     if rounds_to is not None:
         parameters.published()
         for values in parameters.read_by_forward():
@@ -205,7 +205,6 @@ def _run_plan(
     engine.seed = ANY_KEY.seed
     session.runner.steps = ANY_KEY.step - 1
     session.runner.end = _Comparison()
-    session.plan_with(job.cost)
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
     is_whole = job.shard == "zero1" and job.config.stages == 1
     with keep_double(dtype), _summing(engine.model, asked=dtype == torch.bfloat16 and is_whole) as own:

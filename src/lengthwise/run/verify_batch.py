@@ -143,7 +143,7 @@ def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
     """Return the plan with every option that the run leaves to the planner, and the names of those added."""
     config, found = job.config, list(plan.microbatches)
     said = list[str]()
-    if config.recompute == "auto" and "layer" in job.facts.kinds:
+    if config.recompute == "auto" and "layer" in job.trained.kinds:
         found = [replace(each, recompute=RECOMPUTE_KINDS[n % len(RECOMPUTE_KINDS)]) for n, each in enumerate(found)]
         said.append("recompute " + ", ".join(dict.fromkeys(each.recompute for each in found)))
     offload = config.offload
@@ -178,7 +178,7 @@ def _seconds(job: Job, lengths: Sequence[int]) -> float:
 
 def _bytes(job: Job, plan: Plan) -> float:
     """Estimate the peak bytes on this machine: of all ranks together, or of rank 0 with plain models and gradients."""
-    parameters = job.facts.parameters
+    parameters = job.trained.parameters or 0
     narrow = DTYPE_BYTES[job.precision]
     wide, rounds = wide_bytes(narrow), job.precision == "bf16"
     memory = replace(job.memory, cut=UNCUT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,9 +23,10 @@ from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.step import RankResult
 from lengthwise.models.modules import modules_of
 from lengthwise.models.router import balance_of
+from lengthwise.session.engine import Engine
 from lengthwise.session.loop_optimizer import LoopOptimizer
-from lengthwise.session.own_loop import hook_until_closed
 from lengthwise.session.runner import StepEnd
+from lengthwise.session.user_loop import hook_until_closed
 
 _BITS = 48  # bits of a digest or of flags in one number, exact in fp64
 _GROUPS = "arguments of the optimizer's groups, such as learning rates"
@@ -43,7 +44,7 @@ _OWN = 7  # numbers of a rank before its digests
 class Agreement:
     """Compares the ranks of a session.
 
-    updates: the optimizer, or None if nothing trains. forget_dropout: called on all ranks once one rank's has changed.
+    updates: the loop's own optimizer, or None without one. engine: forgets how dropout was once it changed on a rank.
     """
 
     def __init__(
@@ -52,13 +53,13 @@ class Agreement:
         transport: Transport,
         updates: LoopOptimizer | None,
         closing: ExitStack,
-        forget_dropout: Callable[[], None],
+        engine: Engine,
     ) -> None:
         self._transport, self._updates, self._model = transport, updates, model
-        self._stage = None if updates is None else updates.parameters.stage
+        self._stage = None if engine.parameters is None else engine.parameters.stage
         self._parameters = dict(model.named_parameters())
         self._dropout = [each for each in modules_of(model) if isinstance(each, nn.Dropout)]
-        self._forget_dropout, self._dropout_before = forget_dropout, self._dropout_now()
+        self._forget_dropout, self._dropout_before = engine.forget_dropout, self._dropout_now()
         self._versions = self._counted()
         self._leave_out_forwards(closing)
 

@@ -12,7 +12,7 @@ import torch
 from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf
 from pydantic_core import PydanticCustomError
 
-from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, TrainingSettings
+from lengthwise.config import MEASURE_AT_START, MEASURE_NOTHING, OptimizerConfig, TrainingSettings
 from lengthwise.config.problems import find_problems
 from lengthwise.config.setting_types import Attention, Experts, FusedLayers, Heads, Recompute, Shard
 from lengthwise.config.together import SESSION
@@ -62,6 +62,7 @@ class SessionKeywords(TrainingSettings):
         description="bf16: mixed precision over fp32 weights; by default a surrounding torch.autocast decides. For "
         "another dtype convert the model; fp16 is not supported, because it needs a loss scale",
     )
+    optimizer: OptimizerConfig | None = Field(default=None, description="the section of a run file")
     device: Annotated[torch.device | None, BeforeValidator(_take_device)] = Field(
         default=None, description="where steps run, as cuda:0; by default where the model is"
     )

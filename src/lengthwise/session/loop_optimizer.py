@@ -253,11 +253,11 @@ class LoopOptimizer(SlicedOptimizer):
             expected, got = "its .data in place, as the session laid it out", f"another tensor, {len(moved)} in all"
             remedy = "Write p.data.copy_(values) instead of p.data = values, or put the first .data back."
             raise ConfigError(f"parameter {moved[0]}", expected=expected, got=got, remedy=remedy)
-        self.parameters.take_changes()
+        super().take_changes()
 
     def publish(self) -> None:
         """Send the weights of the slices to all ranks. Collective."""
-        self.parameters.publish()
+        super().publish()
         self.has_edited_weights, self._folded = False, None
 
     def has_edited_both(self) -> bool:

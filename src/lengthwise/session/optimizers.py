@@ -26,12 +26,17 @@ _OF_FEW_BITS = "its states may have 8 or 4 bits and share a scale in blocks, whi
 _WHY_NONE_OF: Mapping[str, str] = {"bitsandbytes": _OF_FEW_BITS, "torchao": _OF_FEW_BITS}  # by package
 
 
-def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False) -> Optimizer:
+def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False, is_given: bool = True) -> Optimizer:
     """Check a loop's optimizer; return the torch optimizer inside a library's wrap.
+
+    is_given: whether the loop gave the model, too; else only the session can make the optimizer.
 
     Raises:
         ConfigError, Problems: it cannot be sharded or offloaded, or its parameters are not the model's trainable ones.
     """
+    if not is_given:
+        expected, remedy = "values of a run file's optimizer, for a StoredModel", 'Give {"name": "adamw"}.'
+        raise _refuse(expected, f"a {type(optimizer).__name__}", remedy)
     inner = optimizer
     while isinstance(getattr(inner, "optimizer", None), Optimizer):  # accelerate's wrap
         inner = inner.optimizer

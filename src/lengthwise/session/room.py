@@ -199,7 +199,7 @@ def measured_of(
     """Measure what a rank of a session or a run holds; arguments as of `Measuring`. Collective.
 
     Returns (what it holds with the session's own loss, what it holds with losses over whole logits). The second may
-    hold no kind; it is None if no such loss can come.
+    hold no kind; it is None if the session's own loss makes whole logits, too.
 
     Raises:
         MemoryShortage: not even 128 tokens of the session's own loss fit.
@@ -209,7 +209,7 @@ def measured_of(
         engine,
         kinds=kinds_of(engine.config, settings.recompute),
         heads=settings.asked.heads,
-        most_tokens=settings.most_tokens,
+        most_tokens=settings.batch_tokens,
         trains=trains,
         kept_bytes=kept_bytes,
         end_bytes=end_bytes,
@@ -223,8 +223,9 @@ def measured_of(
         got = f"{free}B free beside the model, its gradients and optimizer, and a tenth left free"
         remedy = "Use more ranks (they share the optimizer), a smaller model, recompute: auto, or more memory."
         raise MemoryShortage(where, expected=f"room for {STEP_TOKENS} tokens", got=got, remedy=remedy)
-    whole = replace(measuring, logits_at_once=None) if settings.takes_any_loss else None
-    return found, whole and whole.held(ratio=of_all)
+    if measuring.logits_at_once is None:
+        return found, None
+    return found, replace(measuring, logits_at_once=None).held(ratio=of_all)
 
 
 @contextmanager

@@ -13,10 +13,10 @@ from torch import nn
 
 from lengthwise.comm import Transport, on_first_rank
 from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.models import save_model
 from lengthwise.session.agreement import Agreement
 from lengthwise.session.engine import Engine
-from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import check_kinds
 from lengthwise.session.model import names_in_wrap, names_inside
 from lengthwise.session.runner import StepRunner
@@ -33,7 +33,7 @@ class SavedSession:
     runner: StepRunner
     rank: int
     _transport: Transport
-    _loop_optimizer: LoopOptimizer | None  # of the user's loop; None in a run, and where nothing trains
+    _updates: SlicedOptimizer | None  # None where nothing trains
     _agreement: Agreement | None
     _is_closed: bool
     _claims: Claims
@@ -142,12 +142,12 @@ class SavedSession:
         if self._is_closed:
             raise ConfigError("session", expected="open", got="closed", remedy="Make another Session.")
 
-    def _trained(self, what: str) -> LoopOptimizer:
+    def _trained(self, what: str) -> SlicedOptimizer:
         self._refuse_closed()
-        if self._loop_optimizer is None:
+        if self._updates is None:
             remedy = "Give Session an optimizer."
             raise ConfigError("optimizer", expected=f"an optimizer for {what}", got="none", remedy=remedy)
-        return self._loop_optimizer
+        return self._updates
 
     def _agree(self, name: str, **numbers: Any) -> bool:
         """Compare the ranks before they run `name`, where the loop is the user's, see `Agreement.reach`. Collective."""

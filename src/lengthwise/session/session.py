@@ -19,24 +19,23 @@ from torch import Tensor, nn
 
 from lengthwise.checkpoint import SliceWriter
 from lengthwise.core.uncaught import report_in_a_line
-from lengthwise.cost import Cost
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.models import has_own_loss, placeholders, whole_model, without_balance_loss
+from lengthwise.models.stored_model import StoredModel
 from lengthwise.session.agreement import Agreement, SessionStepEnd
 from lengthwise.session.keywords import SessionOptions
+from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.loss_checks import LossCheck, kind_of, objective_of
 from lengthwise.session.losses import IN_CHUNKS, OF_USER, ComputeLoss, LossKind, TokenLoss, TokenValues
 from lengthwise.session.misuse import check_kinds, refuse_modes
-from lengthwise.session.model import can_share_prefixes, num_words, refuse_balance
-from lengthwise.session.own_loop import start_of_loop
-from lengthwise.session.planning import SessionPlanning
+from lengthwise.session.model import can_share_prefixes, refuse_balance
+from lengthwise.session.open import Opened, open_session
+from lengthwise.session.ranks import SessionRanks
 from lengthwise.session.row_batch import Row, RowBatch
 from lengthwise.session.runner import StepResult, StepRunner, first_step_sentence, refuse_not_finite
 from lengthwise.session.saving import SavedSession
-from lengthwise.session.settings import planning_of
 from lengthwise.session.source import PlannedStep, StepsOfIterators
-from lengthwise.session.start import Own, Start, settled, start_engine
 from lengthwise.session.state_folder import Claims, warn_of_left
 from lengthwise.session.values import Combine, Per, combined, gather, refuse_dropout
 
@@ -46,9 +45,14 @@ class Session(SavedSession):
 
     Args:
         model: a Hugging Face causal language model, or peft's LoRA around one, on this rank's device. All ranks get the
-            values of rank 0.
+            values of rank 0. Or a `StoredModel`, which the session reads: if parameters are sharded, every rank reads
+            its own rows.
         optimizer: one that computes each entry by itself, over all trainable parameters. If None, the session only
-            evaluates.
+            evaluates. For a `StoredModel` the values of a run file's section, {"name": "adamw"}: `session.optimizer`
+            then has `step(lr)`, which also clears the gradients.
+        lengths: tokens of the sequences to come, where they are known: the layout, stages and the planner `static`
+            suit them.
+        batch_tokens: maximum tokens of a global batch, where it is known.
         capacity_tokens: maximum tokens of a rank in one microbatch; auto measures how many fit, by small passes.
         shard: zero1: each rank has all parameters; zero3: each rank keeps its part, and the model has no values between
             steps; hybrid: each rank keeps its part of a node's copy; auto: the fastest that fits, by estimate.
@@ -74,6 +78,7 @@ class Session(SavedSession):
             memory, and on ranks other than 0 on the meta device.
         seed: seed of dropout.
         timeout_seconds: how long a rank waits for another.
+        ranks: the joined ranks. If None, those that the launcher started.
 
     Raises:
         ConfigError, ModelRefused, Problems: the model, the optimizer or a setting does not work; one message has all
@@ -83,83 +88,56 @@ class Session(SavedSession):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | StoredModel,
         optimizer: Any = None,
         *,
+        lengths: Sequence[int] = (),
+        batch_tokens: int | None = None,
         seed: int = 0,
         timeout_seconds: float = 600.0,
+        ranks: SessionRanks | None = None,
         **settings: Unpack[SessionOptions],
     ) -> None:
         report_in_a_line()
-        self._clear(optimizer)
-        how: dict[str, Any] = {"seed": seed, "timeout_seconds": timeout_seconds, "closing": self._closing}
-        try:
-            start = start_of_loop(model, optimizer, settings, **how)
-            if start.process is not None:
-                weakref.finalize(self, start.process.close)  # of a session that nobody closes
-            self._loop_optimizer = self._begin(start)
-            self._agreement = Agreement(
-                start.text, start.transport, self._loop_optimizer, self._closing, self.engine.forget_dropout
-            )
-            if self._loop_optimizer is not None:
-                stages = self._settings.asked.stages
-                self.runner.end = SessionStepEnd(updates=self._loop_optimizer, transport=start.transport, stages=stages)
-                self._loop_optimizer.compare = self._agreement.reach
-                if not self.rank:
-                    writer = self.runner.writer
-                    weakref.finalize(writer, warn_of_left, writer.under_way)  # of a session that nobody closes
-            self.plan_with(start.cost)
-        except BaseException:
-            self._closing.close()
-            raise
-
-    @classmethod
-    def of(cls, start: Start[Own]) -> tuple[Session, Own]:
-        """Return a session and its optimizer for a loop that all ranks run alike; call `plan_with` next. Collective."""
-        session = cls.__new__(cls)
-        session._clear(None)
-        optimizer = session._begin(start)
-        assert optimizer is not None, "it trains"
-        return session, optimizer
-
-    def _clear(self, optimizer: Any) -> None:
-        self.optimizer, self._loop_optimizer, self._agreement = optimizer, None, None
         self._known_losses, self._iterators = set[object](), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
         self._claims = Claims()
         self._closing.callback(self._claims.release)
+        known: dict[str, Any] = {"lengths": lengths, "batch_tokens": batch_tokens, "ranks": ranks}
+        known |= {"seed": seed, "timeout_seconds": timeout_seconds, "closing": self._closing}
+        try:
+            opened = open_session(model, optimizer, settings, **known)
+            self.optimizer = optimizer if opened.settings.asked.optimizer is None else opened.optimizer
+            self._take(opened)
+        except BaseException:
+            self._closing.close()
+            raise
 
-    def _begin(self, start: Start[Own]) -> Own | None:
-        """Lay the model out over the ranks; return its optimizer on slices. Collective."""
-        self.model, self._inner, self._transport = start.model, start.text, start.transport
+    def _take(self, opened: Opened) -> None:
+        """Take an open session's parts, and guard what a user's loop may do to them."""
+        self._settings, self.engine, self.planning = opened.settings, opened.engine, opened.planning
+        self.model, self._inner = opened.settings.model, opened.settings.text
+        self._transport, planner = opened.ranks.transport, opened.ranks.planner
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
-        self._words = {
-            "num_words": num_words(self._inner),
-            "placeholders": placeholders(whole_model(self._inner).config),
-        }
-        start = settled(start)
-        self._settings, self._planner = start.settings, start.process
-        self.engine, optimizer = start_engine(start)
-        self._sliced_optimizer: SlicedOptimizer | None = optimizer  # of a run's loop, too
-        self._closing.callback(self.engine.close)
+        self.shard = opened.settings.asked.layout(self.world_size)
+        config = whole_model(self._inner).config
+        self._words = {"num_words": opened.settings.num_words, "placeholders": placeholders(config)}
         self.runner = StepRunner(engine=self.engine, writer=SliceWriter(self._transport))
         self._closing.callback(self.runner.writer.close)
-        self.shard = start.settings.asked.layout(self.world_size)
-        return optimizer
-
-    def plan_with(self, cost: Cost) -> SessionPlanning:
-        """Measure how many tokens fit, if capacity_tokens is auto, and start planning. Collective.
-
-        cost: costs of ranks that have all parameters.
-
-        Raises:
-            MemoryShortage: capacity_tokens is auto, and 128 tokens do not fit.
-        """
-        self._planning = planning_of(self.engine, self._sliced_optimizer, cost, self._settings)
-        self.engine.start_offloading()
-        if self._planner is not None:
-            self.engine.planner = self._planning.start(self._planner)
-        return self._planning
+        self._updates, self._agreement = opened.optimizer, None
+        if not opened.ranks.compares:
+            return
+        if planner is not None:
+            weakref.finalize(self, planner.close)  # of a session that nobody closes
+        own = opened.optimizer if isinstance(opened.optimizer, LoopOptimizer) else None
+        self._agreement = Agreement(self._inner, self._transport, own, self._closing, self.engine)
+        if own is not None:
+            stages = self._settings.asked.stages
+            self.runner.end = SessionStepEnd(updates=own, transport=self._transport, stages=stages)
+            own.compare = self._agreement.reach
+        if not self.rank:
+            writer = self.runner.writer
+            weakref.finalize(writer, warn_of_left, writer.under_way)  # of a session that nobody closes
 
     @property
     def grad_norm(self) -> float | None:
@@ -169,12 +147,12 @@ class Session(SavedSession):
     @property
     def capacity_tokens(self) -> int:
         """Tokens that fit into a microbatch of a rank, under the recomputation that fits most, for the last loss."""
-        return max(self._planning.ahead.capacities.values())
+        return max(self.planning.ahead.capacities.values())
 
     @property
     def longest_tokens(self) -> int:
         """Tokens of the longest sequence that fits: on all ranks, or on one rank if the planner cuts no sequences."""
-        return self._planning.ahead.longest_tokens
+        return self.planning.ahead.longest_tokens
 
     def expect(self, *, whole_logits: bool) -> None:
         """Plan coming steps for losses of your own (`loss`, `compute_loss`, `values`), or for losses in chunks.
@@ -185,8 +163,8 @@ class Session(SavedSession):
         self._expect(OF_USER if whole_logits else IN_CHUNKS)
 
     def _expect(self, loss: LossKind) -> None:
-        self._planning.of(loss)
-        self._planning.expects = loss
+        self.planning.of(loss)
+        self.planning.expects = loss
 
     def backward(
         self,
@@ -321,7 +299,7 @@ class Session(SavedSession):
     def close(self) -> None:
         """Leave the process group and end the planner; the model keeps its values. Collective."""
         try:
-            if not self._is_closed and self._loop_optimizer is not None and self._loop_optimizer.has_edited_weights:
+            if not self._is_closed and self._updates is not None and self._updates.has_edited_weights:
                 self._agree(f"close after step {self.steps}")
             if not self._is_closed:
                 self.runner.writer.finish()
@@ -343,25 +321,24 @@ class Session(SavedSession):
         """Check a method that trains, and its arguments; return the optimizer on slices."""
         check_kinds(**given)
         refuse_modes(what, self.engine.cast_dtype())
-        optimizer = self._sliced_optimizer
-        return self._trained(what) if optimizer is None or self._is_closed else optimizer
+        return self._trained(what)
 
     def _planned(
         self, sequences: Sequence[Row] | PlannedStep, name: str, loss: LossKind, **numbers: Any
     ) -> PlannedStep:
         """Return a step on which the ranks agree; plan again if its plan does not suit its loss."""
         self._refuse_closed()
-        plan = partial(self._planning.plan, self.engine, name=name, loss=loss)
+        plan = partial(self.planning.plan, self.engine, name=name, loss=loss)
         planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, **self._words))
         allows = not planned.plan.parents or can_share_prefixes(self._inner)
         if not self._agree(name, allows=allows, **{**numbers, "kind of loss": str(loss)}):
-            self._planning.shares = False  # the loop has set dropout or a balance loss since the session was made
-        return planned if self._planning.suits(planned.plan, loss) else plan(planned.batch)
+            self.planning.shares = False  # the loop has set dropout or a balance loss since the session was made
+        return planned if self.planning.suits(planned.plan, loss) else plan(planned.batch)
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; print the plan of the first one."""
         result = replace(result, step_seconds=time.perf_counter() - start)
         if not self._has_said and not self.rank and self._agreement is not None:
             self._has_said = True
-            print(first_step_sentence(result, self._planning.ahead, on_gpus=self._settings.on_gpus), flush=True)
+            print(first_step_sentence(result, self.planning.ahead, on_gpus=self._settings.on_gpus), flush=True)
         return result

@@ -1,9 +1,9 @@
-"""Checked settings of a session, for a user's loop or a run file, and the planning that follows from them."""
+"""Check a session's model, optimizer and keywords; choose its costs, and plan its steps by them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lengthwise.config import OffloadConfig, TrainingSettings
+from lengthwise.config import OffloadConfig, OptimizerConfig, TrainingSettings
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
@@ -20,46 +20,63 @@ from lengthwise.cost.measured import base_cost, cost_from_measurements
 from lengthwise.engine.offloading import check_offload
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.whole_optimizer import states_an_entry
-from lengthwise.models import Computing, check_computing, check_cut, has_own_logits, whole_model
+from lengthwise.models import (
+    Computing,
+    check_adapters,
+    check_computing,
+    check_cut,
+    has_own_logits,
+    text_part,
+    whole_model,
+)
+from lengthwise.models.stored_model import StoredModel
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session.engine import Engine
-from lengthwise.session.keywords import keyword_problems, read_keywords
-from lengthwise.session.model import PRECISIONS, can_share_prefixes, check_session_model
+from lengthwise.session.keywords import SessionKeywords, keyword_problems, read_keywords
+from lengthwise.session.misuse import check_kinds
+from lengthwise.session.model import (
+    PRECISIONS,
+    can_share_prefixes,
+    check_session_model,
+    hugging_face_model,
+    num_words,
+)
 from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
 from lengthwise.session.room import kinds_of, measured_of
 from lengthwise.setup import TrainedModel, memory_of_settings, offload_of
 
-_MOST_TOKENS = 2**22  # assumed tokens of a loop's batch when memory is measured, before any batch is known
+_MOST_TOKENS = 2**22  # assumed tokens of a batch when memory is measured, if the lengths are unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSettings:
     """Checked settings: those asked for, and what follows from them for a model.
 
-    asked: the settings, whose layout may still be auto. trained: sizes of the model and its optimizer. dtype: dtype of
-    the parameters. autocast: dtype of mixed precision. device: where steps run. computing: how the model computes.
-    optimizer: the loop's torch optimizer. If None, nothing trains, or the run file names the optimizer. seed: seed of
-    dropout. most_tokens, context_tokens: maximum tokens of a global batch and of a sequence; None if unknown.
-    takes_any_loss: whether losses may need whole logits. is_read_between: whether the loop may read the model between
-    steps. keeps_dtypes: whether parameters keep their dtypes. shares_prefixes: whether plans may compute prefixes
-    once.
+    model: the model that is saved; of a `StoredModel` an empty one on the meta device, until it is read. text: its text
+    part, which runs. stored: the model's place, if the session reads it. optimizer: the loop's torch optimizer, or the
+    section of a run file. If None, nothing trains. asked: the settings, whose layout may still be auto. trained: sizes
+    of the model and its optimizer. num_words: rows of its embedding. dtype: dtype of the parameters. autocast: dtype of
+    mixed precision. device: where steps run. computing: how the model computes. seed: seed of dropout. lengths: tokens
+    of the sequences to come; empty if unknown. batch_tokens: maximum tokens of a global batch. shares_prefixes: whether
+    plans may compute prefixes once.
     """
 
+    model: nn.Module
+    text: Any
     asked: TrainingSettings
     trained: TrainedModel
+    num_words: int
     dtype: torch.dtype
     device: torch.device
     computing: Computing
+    stored: StoredModel | None = None
+    optimizer: Optimizer | OptimizerConfig | None = None
     autocast: torch.dtype | None = None
-    optimizer: Optimizer | None = None
     seed: int = 0
     timeout_seconds: float = 600.0
-    most_tokens: int = _MOST_TOKENS
-    context_tokens: int | None = None
-    takes_any_loss: bool = True
-    is_read_between: bool = True
-    keeps_dtypes: bool = True
+    lengths: Sequence[int] = ()
+    batch_tokens: int = _MOST_TOKENS
     shares_prefixes: bool = False
 
     @property
@@ -75,7 +92,7 @@ class SessionSettings:
     @property
     def trains(self) -> bool:
         """Whether anything trains."""
-        return self.trained.trained != 0
+        return self.optimizer is not None
 
     @property
     def capacity_tokens(self) -> int | None:
@@ -95,73 +112,110 @@ def recompute_of(asked: TrainingSettings) -> str:
 
 
 def check_settings(
-    model: Any, optimizer: Any, given: Mapping[str, Any], *, seed: int = 0, timeout_seconds: float = 600.0
+    model: Any,
+    optimizer: Any,
+    given: Mapping[str, Any],
+    *,
+    seed: int = 0,
+    timeout_seconds: float = 600.0,
+    lengths: Sequence[int] = (),
+    batch_tokens: int | None = None,
 ) -> SessionSettings:
-    """Check the keywords of a session against its model and optimizer; return its settings.
+    """Check the arguments of a session; return its settings.
 
-    optimizer: if None, the session evaluates. given: the keywords, unchecked.
+    model: a Hugging Face model, peft's wrap of one, or a `StoredModel`. optimizer: a torch optimizer, a run file's
+    section, or its values; if None, the session evaluates. given: the keywords, unchecked.
 
     Raises:
         ConfigError, ModelRefused, Problems: something does not work; one message has all problems.
     """
-    trains, inner, problems = optimizer is not None, None, Collector()
+    stored, problems = model if isinstance(model, StoredModel) else None, Collector()
+    check_kinds(seed=seed, timeout_seconds=timeout_seconds, **({} if stored else {"model": model}))
+    if isinstance(optimizer, Mapping | OptimizerConfig):
+        given = {**given, "optimizer": optimizer}
     for each in keyword_problems(given):
         problems.add(each)
-    are_right = not problems.problems
-    asked = read_keywords(given if are_right else {})
-    offloads = asked.offload_optimizer and trains
-    where = asked.device or next(model.parameters()).device
-    if are_right and where.type == "meta":
+    asked = read_keywords({} if problems.problems else given)
+    if stored is None:
+        check_adapters(model)
+        text, where = text_part(hugging_face_model(model)), asked.device
+        where = where or next(text.parameters()).device
+    else:
+        problems.attempt(stored.check)
+        problems.raise_all()
+        model = text = stored.build(stored=False)
+        where = asked.device or torch.device("cpu")
+    if where.type == "meta" and not problems.problems:
         expected, got = "the device where steps run", "a model on the meta device, without storage"
         problems.add(ConfigError("device", expected=expected, got=got, remedy="Give device, for example cuda:0."))
     kind = recompute_of(asked)
-    wrapped = kind if kind in RECOMPUTE_KINDS else "none"
-    dtype = problems.attempt(partial(check_session_model, model, wrapped, trains=trains))
-    if trains:
-        inner = problems.attempt(partial(check_optimizer, optimizer, model, offloads=offloads))
-    if asked.offload is not None:
-        layers = model.config.num_hidden_layers
-        problems.attempt(partial(check_offload, asked.offload, layers, on_gpus=where.type == "cuda"))
-    computing = Computing.of(asked)
-    if not problems.problems and dtype is not None:
-        problems.attempt(
-            partial(check_computing, whole_model(model).config, computing, dtype=dtype, on_gpus=where.type == "cuda")
-        )
-    if not problems.problems and asked.stages > 1:
-        problems.attempt(partial(check_cut, whole_model(model).config, asked.cut))
+    wrapped, trains = kind if kind in RECOMPUTE_KINDS else "none", optimizer is not None
+    dtype = problems.attempt(partial(check_session_model, text, wrapped, trains=trains))
+    inner = asked.optimizer
+    if trains and inner is None:
+        check = partial(check_optimizer, optimizer, text, offloads=asked.offload_optimizer, is_given=stored is None)
+        inner = problems.attempt(check)
+    if not problems.problems:
+        dtype = dtype if stored is None else stored.dtype
+        _check_layers(text, asked, dtype=dtype, on_gpus=where.type == "cuda", problems=problems)
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
-        asked=asked,
-        trained=_trained_model(model, inner, offloads=offloads),
-        dtype=dtype,
-        autocast=torch.bfloat16 if asked.precision == "bf16" else None,
+        model=model,
+        text=text,
+        stored=stored,
         optimizer=inner,
+        asked=asked,
+        trained=_trained_model(text, inner, asked, stored),
+        num_words=num_words(text),
+        dtype=dtype,
+        autocast=None if asked.precision is None else torch.bfloat16,
         device=where,
-        computing=computing,
+        computing=Computing.of(asked),
         seed=seed,
         timeout_seconds=timeout_seconds,
-        shares_prefixes=asked.share_prefixes == "auto" and can_share_prefixes(model),
+        lengths=lengths,
+        batch_tokens=_MOST_TOKENS if batch_tokens is None else batch_tokens,
+        shares_prefixes=asked.share_prefixes == "auto" and can_share_prefixes(text),
     )
 
 
-def _trained_model(model: nn.Module, optimizer: Optimizer | None, *, offloads: bool) -> TrainedModel:
-    parameters, config = list(model.parameters()), whole_model(model).config
+def _check_layers(text: Any, asked: SessionKeywords, *, dtype: Any, on_gpus: bool, problems: Collector) -> None:
+    """Add the problems of settings with a model's layers."""
+    config, layers = whole_model(text).config, text.config.num_hidden_layers
+    heads = shape_from_config(text.config.to_dict()).heads
+    problems.attempt(partial(check_offload, asked.offload, layers, on_gpus=on_gpus))
+    problems.attempt(partial(check_computing, config, Computing.of(asked), dtype=dtype, on_gpus=on_gpus))
+    problems.attempt(partial(_check_heads, asked.heads, heads))
+    if asked.stages > 1:
+        problems.attempt(partial(check_cut, config, asked.cut))
+
+
+def _check_heads(asked: object, heads: int) -> None:
+    if isinstance(asked, int) and heads % asked:
+        expected = f"auto, off, or a number that divides the model's {heads} heads"
+        raise ConfigError("heads", expected=expected, got=f"{asked}", remedy="Set heads: auto.")
+
+
+def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stored: StoredModel | None) -> TrainedModel:
+    parameters, config = list(text.parameters()), whole_model(text).config
     widths = Counter[int]()
     for parameter in parameters:
         widths[parameter.element_size()] += parameter.numel()
-    total = sum(widths.values())
+    total, section, states = sum(widths.values()), asked.optimizer, 0
+    if optimizer is not None:
+        states = states_an_entry(optimizer) if section is None else len(section.states)
     trained = 0 if optimizer is None else sum(each.numel() for each in parameters if each.requires_grad)
     return TrainedModel(
         shape=shape_from_config(config.to_dict()),
-        dtype_bytes=widths.most_common(1)[0][0],
+        dtype_bytes=widths.most_common(1)[0][0] if stored is None else stored.dtype.itemsize,
         parameters=total,
         trained=trained if trained < total else None,
         ties=bool(getattr(config, "tie_word_embeddings", False)),
         kinds=tuple(kinds_of(config, "auto")),
-        states=0 if optimizer is None else states_an_entry(optimizer),
-        offloads=offloads,
-        chunked=not has_own_logits(model),
+        states=states,
+        offloads=optimizer is not None and (asked.offload_optimizer or (section is not None and section.offload)),
+        chunked=not (has_own_logits(text) if stored is None else stored.whole_logits),
     )
 
 
@@ -203,7 +257,7 @@ def planning_of(
         offload=offload_of(settings.offload),
         planner=asked.planner,
         heads=asked.heads,
-        context_tokens=settings.context_tokens,
+        context_tokens=max(settings.lengths, default=None),
     )
     return SessionPlanning(
         chunked=ahead,

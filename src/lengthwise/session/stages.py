@@ -13,10 +13,10 @@ from lengthwise.comm import Mesh, Transport, broadcast_bytes, share_numbers
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Cost, layer_shapes
 from lengthwise.cost.analytic import layer_flops, layer_seconds
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.models import text_config
 from lengthwise.program.stage_program import cut_layers
 from lengthwise.session.engine import Engine
-from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.state_dict import GROUPS, STATE, gather_to_first, whole_state
 
 
@@ -96,7 +96,7 @@ def _from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) ->
     return {} if world.rank else found
 
 
-def whole_states(updates: LoopOptimizer, engine: Engine) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def whole_states(updates: SlicedOptimizer, engine: Engine) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return on rank 0 the optimizer's state, as `whole_state` does, and the weights by name; {} on others. Collective.
 
     In a pipeline they are of all stages.

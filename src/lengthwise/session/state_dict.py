@@ -19,11 +19,10 @@ from torch import Tensor
 from lengthwise.checkpoint.part import NOT_NEGATIVE
 from lengthwise.comm import Transport, from_first, share_names
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
-from lengthwise.engine.optimizer import is_by_entry, plain_value
+from lengthwise.engine.optimizer import SlicedOptimizer, is_by_entry, plain_value
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.slices import gathered, in_buckets
 from lengthwise.engine.whole_optimizer import MEMBERS, kept_of
-from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import is_number, is_whole, shown
 
 STATE, GROUPS = "state", "param_groups"
@@ -31,7 +30,7 @@ _SHOWN = 10  # parameters that differ
 _REMEDY = "Give rank 0 the result of state_dict for this model and optimizer."
 
 
-def whole_state(optimizer: LoopOptimizer, transport: Transport) -> dict[str, Any]:
+def whole_state(optimizer: SlicedOptimizer, transport: Transport) -> dict[str, Any]:
     """Return on rank 0 torch's `Optimizer.state_dict` of the whole parameters; {} on other ranks. Collective."""
     optimizer.take_changes()
     parameters = optimizer.parameters
@@ -90,7 +89,7 @@ def _set_master_weights(parameters: Parameters, rank: int, place: int, whole: Te
 
 
 def take_state(
-    optimizer: LoopOptimizer,
+    optimizer: SlicedOptimizer,
     transport: Transport,
     state: Mapping[str, Any] | None,
     names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
@@ -140,7 +139,7 @@ def take_state(
 
 
 def _checked(
-    state: Any, optimizer: LoopOptimizer, names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+    state: Any, optimizer: SlicedOptimizer, names_inside: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
 ) -> tuple[list[LengthwiseError], tuple[dict[str, Any], Mapping[str, Any], Mapping[str, Tensor] | None] | None]:
     """Return a state's problems; without any also its summary for all ranks, its optimizer's state and its weights."""
     problems = _problems_of_form(state)
@@ -161,7 +160,7 @@ def _checked(
     return [], (sent, given, weights)
 
 
-def _kinds(optimizer: LoopOptimizer, transport: Transport) -> tuple[list[str], list[str]]:
+def _kinds(optimizer: SlicedOptimizer, transport: Transport) -> tuple[list[str], list[str]]:
     """Return the names of the states of all ranks with one number an entry, and the names of the other states."""
     vectors, numbers = set[str](), set[str]()
     for run, state in optimizer.states():
@@ -214,7 +213,7 @@ def _are_groups(groups: object) -> bool:
     return isinstance(groups, list | tuple) and all(isinstance(each, Mapping) and MEMBERS in each for each in groups)
 
 
-def _problems_of_optimizer(given: Mapping[str, Any], optimizer: LoopOptimizer) -> list[LengthwiseError]:
+def _problems_of_optimizer(given: Mapping[str, Any], optimizer: SlicedOptimizer) -> list[LengthwiseError]:
     own_groups, groups = optimizer.plain_groups(), given[GROUPS]
     wanted, got = ([list(group[MEMBERS]) for group in each] for each in (own_groups, groups))
     if wanted != got:

@@ -31,7 +31,6 @@ from lengthwise.core.files import claim, previous_of
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import MASTER_WEIGHTS
 from lengthwise.engine.whole_optimizer import MEMBERS, kept_of
-from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.misuse import shown
 from lengthwise.session.state_dict import wrong_arguments, wrong_number
 
@@ -118,7 +117,7 @@ def _lock_of(folder: Path) -> Path:
 
 
 def save(
-    writer: SliceWriter, updates: LoopOptimizer, folder: Path, step: int, *, claims: Claims, background: bool
+    writer: SliceWriter, updates: SlicedOptimizer, folder: Path, step: int, *, claims: Claims, background: bool
 ) -> None:
     """Write the state after `step` into a folder, the same on all ranks. Collective.
 
@@ -139,7 +138,7 @@ def save(
             raise OutputError(str(folder), expected="a folder that can be written", got=found[0].error, remedy=remedy)
 
 
-def load(transport: Transport, updates: LoopOptimizer, folder: Path) -> int:
+def load(transport: Transport, updates: SlicedOptimizer, folder: Path) -> int:
     """Load the state of a folder; return its steps. Collective.
 
     Raises:
@@ -161,7 +160,7 @@ def load(transport: Transport, updates: LoopOptimizer, folder: Path) -> int:
 
 
 def _read_manifest(
-    transport: Transport, updates: LoopOptimizer, folder: Path
+    transport: Transport, updates: SlicedOptimizer, folder: Path
 ) -> tuple[Manifest | None, list[LengthwiseError]]:
     """Return the manifest of a folder as this rank reads it, and its problems."""
     if not folder.is_dir() or not (folder / NAME).is_file():

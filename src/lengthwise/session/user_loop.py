@@ -1,11 +1,11 @@
-"""The start of a session in a user's own loop: its model, its optimizer, and the ranks that the launcher started.
+"""The model and the optimizer of a user's own loop in a session.
 
 While the session is open, the model and the optimizer have methods and hooks of it; closing removes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NoReturn
@@ -13,76 +13,45 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from lengthwise.comm import join, session_world
+from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import ConfigError, ModelRefused
+from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.placing import pickled
-from lengthwise.engine.whole_optimizer import read_optimizer
-from lengthwise.models import check_adapters, text_part, whole_model
-from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.engine.whole_optimizer import optimizer_of, read_optimizer
+from lengthwise.models import whole_model
 from lengthwise.session.loop_optimizer import LoopOptimizer
-from lengthwise.session.misuse import check_kinds
-from lengthwise.session.model import hugging_face_model
-from lengthwise.session.settings import SessionSettings, check_settings, cost_of
-from lengthwise.session.start import Start
+from lengthwise.session.settings import SessionSettings
 from lengthwise.session.withheld import refuse_hooks
 
 
-def start_of_loop(
-    model: nn.Module,
-    optimizer: Any,
-    given: Mapping[str, Any],
-    *,
-    seed: int,
-    timeout_seconds: float,
-    closing: ExitStack,
-) -> Start[LoopOptimizer]:
-    """Check a loop's model, optimizer and keywords, and join the ranks. Collective.
+def slices_of(settings: SessionSettings, closing: ExitStack) -> Callable[[Parameters, int], SlicedOptimizer] | None:
+    """Return a function that makes the optimizer on slices of laid parameters, or None if nothing trains.
 
-    given: the keywords of the session, unchecked. closing: runs when the session ends.
-
-    Raises:
-        ConfigError, ModelRefused, Problems: something does not work; one message has all problems.
+    It is the loop's own, or that of a section, with all its states, so that a memory shortage shows before a step. The
+    function takes the parameters and this rank's number among the ranks that share them.
     """
-    check_kinds(model=model, seed=seed, timeout_seconds=timeout_seconds)
-    check_adapters(model)
-    text = text_part(hugging_face_model(model))
-    settings = check_settings(text, optimizer, given, seed=seed, timeout_seconds=timeout_seconds)
-    cost, world = cost_of(settings), session_world(settings.device)
-    transport = join(world, timeout_seconds=timeout_seconds)
-    closing.callback(transport.close)
-    return Start(
-        model=model,
-        text=text,
-        settings=settings,
-        cost=cost,
-        transport=transport,
-        local_ranks=world.local_size,
-        process=None if transport.rank else closing.enter_context(PlannerProcess()),
-        optimizer=None if settings.optimizer is None else _on_slices(settings, model, text, closing),
-        stage_cost=cost if settings.asked.measurements else None,
-        say=_say,
-    )
+    model, text, offloads = settings.model, settings.text, settings.trained.offloads
+    if settings.optimizer is None:
+        return None
+    if isinstance(settings.optimizer, OptimizerConfig):
+        made = optimizer_of(settings.optimizer, text)
 
+        def make(parameters: Parameters, rank: int) -> SlicedOptimizer:
+            optimizer = SlicedOptimizer(made, parameters, rank, offloads=offloads)
+            optimizer.make_states()
+            return optimizer
 
-def _on_slices(
-    settings: SessionSettings, model: nn.Module, text: nn.Module, closing: ExitStack
-) -> Callable[[Parameters, int], LoopOptimizer]:
-    """Return a function that points the loop's optimizer at slices of the model's parameters."""
-    assert settings.optimizer is not None, "it trains"
+        return make
     whole = read_optimizer(settings.optimizer, text)
     refuse_hooks(whole.given)
 
     def point(parameters: Parameters, rank: int) -> LoopOptimizer:
-        optimizer = LoopOptimizer(whole, parameters, rank, text, offloads=settings.trained.offloads)
+        optimizer = LoopOptimizer(whole, parameters, rank, text, offloads=offloads)
         _guard_models(optimizer, (model, whole_model(text)), closing)
         return optimizer
 
     return point
-
-
-def _say(choice: str) -> None:
-    print(f"lengthwise: {choice}", flush=True)
 
 
 def _guard_models(updates: LoopOptimizer, models: Sequence[nn.Module], closing: ExitStack) -> None:
