@@ -176,6 +176,25 @@ def test_dropout_and_balance_losses_that_a_loop_sets_between_steps_are_those_of_
         assert found == expected
 
 
+@pytest.mark.parametrize("ranks", [1, more(2)])
+def test_a_forward_hook_that_returns_nothing_changes_no_number(ranks, tmp_path):
+    """With a balance loss, which the session adds to that of the model's own forward."""
+
+    def work(_rank):
+        found = []
+        for hooks in ([], [lambda *_: None]):
+            model = with_balance(0.5)
+            for hook in hooks:
+                model.register_forward_hook(hook)
+            with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+                result = session.backward(ROWS)
+            found.append((result.loss, result.router_loss, result.grad_norm))
+        return found
+
+    for plain, hooked in in_ranks(in_double(work), ranks, tmp_path):
+        assert hooked == pytest.approx(plain, rel=1e-6)  # Hugging Face's loss is in fp32
+
+
 def test_dropout_that_a_loop_sets_where_layers_are_compiled_is_refused(monkeypatch):
     monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
     model = with_dropout(0.0)

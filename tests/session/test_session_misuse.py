@@ -384,11 +384,18 @@ def test_the_models_own_loss_is_the_sessions_and_a_mean_of_it_is_refused():
         plain(input_ids=ids, labels=labels, num_items_in_batch=total).loss.backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
     with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
-        assert session.backward(ROWS).grad_norm == pytest.approx(expected, rel=1e-9)
+        result = session.backward(ROWS)
+        assert result.grad_norm == pytest.approx(expected, rel=1e-9)
         weighed = [{**row, "weights": torch.ones(len(row["input_ids"]))} for row in ROWS]
         assert "loss of the model: expected rows without weights" in said(lambda: session.backward(weighed))
         model.loss_function = lambda **given: smoothed(**{**given, "num_items_in_batch": given["labels"].numel()})
         assert "loss of the model: expected a microbatch's share" in said(lambda: session.evaluate(ROWS))
+        model.loss_function = lambda logits, labels, vocab_size: logits.sum()
+        assert "expected a loss_function that takes num_items_in_batch" in said(lambda: session.evaluate(ROWS))
+        model.loss_function = lambda logits, labels, vocab_size, num_items_in_batch: smoothed(
+            logits, labels, vocab_size, num_items_in_batch
+        )
+        assert session.evaluate(ROWS).loss == pytest.approx(result.loss, rel=1e-9)
 
 
 @pytest.mark.parametrize(

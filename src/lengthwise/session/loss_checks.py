@@ -34,10 +34,11 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import Objective
-from lengthwise.models import has_own_loss, whole_model
+from lengthwise.models import has_own_loss
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import (
     IN_CHUNKS,
+    OF_MODEL,
     OF_USER,
     ComputeLoss,
     LossKind,
@@ -47,6 +48,7 @@ from lengthwise.session.losses import (
     Tokens,
     Watched,
     described,
+    own_share,
 )
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.row_batch import RowBatch, rows_of
@@ -258,9 +260,9 @@ def objective_of(
     model: the engine's model in its wrap. known: `_parts_of` the functions that passed.
 
     Raises:
-        ConfigError: two losses were given, the normalizer is not a finite number above 0, or rows have weights, which
-            the model's own loss would not count.
-        ModelRefused: the model has a balance loss, which `compute_loss` or the model's own would not count right.
+        ConfigError: two losses were given, the normalizer is not a finite number above 0, or the model's own loss does
+            not take it, or the rows' weights.
+        ModelRefused: the model has a balance loss, which `compute_loss` would not count right.
     """
     if loss is not None and compute_loss is not None:
         raise ConfigError("loss", expected="loss or compute_loss", got="both", remedy="Leave one out.")
@@ -277,23 +279,13 @@ def objective_of(
     if compute_loss is None:
         if not has_own_loss(engine.model):
             return engine.next_token(planned.batch, divisor), None
-        whole = whole_model(engine.model)
-        made_of = {"forward": whole.forward, "loss_function": whole.loss_function}
-        name, compute_loss = "loss of the model", partial(_own_share, normalizer=divisor, **made_of)
-        if rows_of(planned).is_weighed:
-            expected, remedy = "rows without weights: a loss of its own does not get them", "Give loss= a function."
-            raise ConfigError(name, expected=expected, got="rows with weights", remedy=remedy)
-    if not (is_known := isinstance(compute_loss, KnownShare)):
+        name, compute_loss = OF_MODEL, own_share(engine.model, rows_of(planned), divisor)
+    elif not isinstance(compute_loss, KnownShare):
         refuse_balance(engine.model, name)
     objective = OfModel(batch=rows_of(planned), compute_loss=compute_loss, model=model, normalizer=divisor, name=name)
     checked: Any = {"known": known, "objective": objective, "planned": planned, "device": engine.device}
-    check = LossCheck() if is_known else ShareCheck(**checked)
+    check = LossCheck() if isinstance(compute_loss, KnownShare) else ShareCheck(**checked)
     return check.watched(engine, objective), check
-
-
-def _own_share(model: nn.Module, inputs: dict[str, Any], *, normalizer: float, **_made_of: object) -> Any:
-    """Return the loss that a model computes itself of a microbatch. made_of: what it calls, new ones to be checked."""
-    return model(**inputs, num_items_in_batch=normalizer).loss
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
