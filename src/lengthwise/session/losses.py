@@ -11,12 +11,15 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
@@ -321,6 +324,22 @@ def gradients_by(where: str, loss: Tensor, leaves: Sequence[Tensor], model: nn.M
         remedy = "Leave such terms out: run a session.backward of their own for them, which adds its gradients."
         raise ConfigError(where, expected="a loss of the gathered values alone", got=got, remedy=remedy)
     return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+
+@contextmanager
+def models_called(own: nn.Module | None = None) -> Iterator[list[str]]:
+    """Collect the classes of Hugging Face models other than `own` that run inside the block, such as a teacher."""
+    found, modules, here = list[str](), set() if own is None else set(own.modules()), get_ident()
+
+    def note(module: nn.Module, _arguments: Any) -> None:
+        if isinstance(module, PreTrainedModel) and module not in modules and get_ident() == here:
+            found.append(type(module).__name__)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def described(leaf: Tensor) -> str:
