@@ -75,8 +75,9 @@ def test_demo_trains_the_first_steps_again_with_a_static_mesh(tmp_path):
 
 def test_demo_quotes_what_simulate_does_and_draws_both_on_one_scale():
     told = list(demo.simulated_lines([100, 500, 2000, 3000, 120_000, 400_000] * 100))
-    assert "the longest 120000" in told[0]
+    assert told[0] == "qwen3-8b, 41 files"
     assert told[1].startswith("8 x h100, ")
+    assert "longest sequence 117K" in told[1]
     assert [line[:21].strip() for line in told[2].splitlines()[1:]] == [
         "FSDP2, padded",
         "FSDP2, packed",

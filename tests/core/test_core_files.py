@@ -1,11 +1,13 @@
 """Files that someone names: what is none, or has no end, is an error at once; JSON has every key once."""
 
+import errno
+import fcntl
 import os
 import threading
 
 import pytest
 
-from lengthwise.core.files import parse_json, read_json, read_plain
+from lengthwise.core.files import claim, parse_json, read_json, read_plain
 
 
 @pytest.mark.parametrize(
@@ -72,3 +74,14 @@ def test_read_json_reads_what_json_reads_and_says_why_a_file_cannot_be_read(tmp_
     for name, said in (("none.json", "No such file"), (".", "directory"), ("odd.json", "byte 0xff at offset 4")):
         with pytest.raises(ValueError, match=said):
             read_json(tmp_path / name)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EIO])
+def test_a_disk_without_locks_is_claimed_with_a_warning_and_other_errors_stay(number, tmp_path, monkeypatch) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    is_error = number == errno.EIO
+    with pytest.raises(OSError, match="Input") if is_error else pytest.warns(RuntimeWarning, match="no file locks"):
+        claim(tmp_path / "lock", what="out").close()

@@ -139,24 +139,24 @@ def with_balance(value):
     return AutoModelForCausalLM.from_config(config, **how).train()
 
 
-def set_dropout(model):
-    model.model.layers[1].mlp[1].p = 0.5
+def set_dropout(model, value):
+    model.model.layers[1].mlp[1].p = value
 
 
-def set_balance(model):
-    model.config.output_router_logits = True
+def set_balance(model, value):
+    model.config.output_router_logits = bool(value)
 
 
 @pytest.mark.parametrize(
     ("make", "change", "ranks"),
     [(with_dropout, set_dropout, 1), (with_balance, set_balance, 1), more(with_balance, set_balance, 2)],
 )
-def test_dropout_and_balance_losses_that_a_loop_sets_between_steps_are_those_of_the_start(
+def test_dropout_and_balance_losses_that_a_loop_sets_between_steps_are_those_of_the_start_and_sharing_returns(
     make, change, ranks, tmp_path
 ):
     """Where rows share a prefix, which a plan computes once without them, and once for every row with them."""
     prompt = torch.arange(60)
-    rows = [torch.cat([prompt, torch.full((length,), length)]) for length in (5, 7, 9, 11)]
+    rows = [torch.cat([prompt, torch.full((length,), length)]) for length in (5, 7, 9, 11) * ranks]
     rows = [{"input_ids": row, "labels": torch.where(torch.arange(len(row)) < 60, -100, row)} for row in rows]
 
     def losses(value):
@@ -164,23 +164,44 @@ def test_dropout_and_balance_losses_that_a_loop_sets_between_steps_are_those_of_
         with Session(model, SGD(model.parameters()), capacity_tokens=400, shard="zero1") as session:
             shares = bool(session.backward(rows).plan.parents)
             session.optimizer.zero_grad()
-            change(model)
+            change(model, 0.5)
             result = session.backward(rows)
-        return shares, (result.loss, result.router_loss, result.grad_norm)
+            change(model, 0.0)
+            again = bool(session.backward(rows).plan.parents)
+        return (shares, again), (result.loss, result.router_loss, result.grad_norm)
 
     def work(_rank):
         return losses(0.0), losses(0.5)
 
     for (early, found), (late, expected) in in_ranks(in_double(work), ranks, tmp_path):
-        assert (early, late) == (True, False)
+        assert (early, late) == ((True, True), (False, False))
         assert found == expected
+
+
+@pytest.mark.parametrize("ranks", [1, more(2)])
+def test_a_forward_hook_that_returns_nothing_changes_no_number(ranks, tmp_path):
+    """With a balance loss, which the session adds to that of the model's own forward."""
+
+    def work(_rank):
+        found = []
+        for hooks in ([], [lambda *_: None]):
+            model = with_balance(0.5)
+            for hook in hooks:
+                model.register_forward_hook(hook)
+            with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+                result = session.backward(ROWS)
+            found.append((result.loss, result.router_loss, result.grad_norm))
+        return found
+
+    for plain, hooked in in_ranks(in_double(work), ranks, tmp_path):
+        assert hooked == pytest.approx(plain, rel=1e-6)  # Hugging Face's loss is in fp32
 
 
 def test_dropout_that_a_loop_sets_where_layers_are_compiled_is_refused(monkeypatch):
     monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
     model = with_dropout(0.0)
     with Session(model, SGD(model.parameters()), capacity_tokens=128, compile=True) as session:
-        set_dropout(model)
+        set_dropout(model, 0.5)
         with pytest.raises(LengthwiseError, match="compile: expected false with dropout"):
             session.backward(ROWS)
 

@@ -9,7 +9,7 @@ from loops import LargestTensor, in_ranks, rows_of, small_model
 from transformers import LlamaForCausalLM
 
 from lengthwise import Session
-from lengthwise.core.errors import MemoryShortage
+from lengthwise.core.errors import LengthwiseError, MemoryShortage
 from lengthwise.core.held import fullest_tokens
 from lengthwise.session import engine, room
 
@@ -117,3 +117,21 @@ def test_a_loss_over_all_logits_that_do_not_fit_is_refused_and_others_run(monkey
         with pytest.raises(MemoryShortage, match="all logits of 128 tokens"):
             session.backward(ROWS, loss=by_itself)
         assert session.backward(ROWS).loss > 0
+
+
+def test_a_hook_on_one_rank_is_refused_on_all_also_where_its_logits_do_not_fit(monkeypatch, tmp_path):
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 3_000_000.0)
+
+    def work(rank):
+        model = small_model(torch.float32, vocab_size=WORDS)
+        with Session(model, SGD(model.parameters()), recompute="none", timeout_seconds=20) as session:
+            if rank:
+                model.register_forward_hook(lambda *_: None)
+            try:
+                session.backward(ROWS)
+            except LengthwiseError as error:
+                return str(error)
+        return ""
+
+    for said in in_ranks(work, 2, tmp_path):
+        assert "expected the same kind of loss on all ranks" in said

@@ -369,6 +369,43 @@ def test_the_head_may_have_a_parameter_for_a_loss(layout, tmp_path):
     assert abs(expected.item() - 1.3) > 1e-6
 
 
+def test_a_teacher_in_a_loss_is_refused_and_its_values_in_a_column_are_exact():
+    model, teacher = small_model(), small_model()
+    with torch.no_grad():
+        teacher.lm_head.weight.mul_(3.0)
+
+    def apart(ours, theirs):
+        return F.kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="sum")
+
+    def by_token(output, tokens):
+        with torch.no_grad():
+            theirs = teacher(input_ids=tokens.input_ids[None], position_ids=tokens.position_ids[None]).logits
+        return apart(output.logits, theirs)
+
+    def of_model(model, inputs):
+        with torch.no_grad():
+            theirs = teacher(**inputs).logits
+        return apart(model(**inputs).logits, theirs) / 50
+
+    whole = [row["input_ids"][None] for row in ROWS]
+    with torch.no_grad():
+        expected = sum(apart(model(input_ids=ids).logits, teacher(input_ids=ids).logits).item() for ids in whole)
+    with (
+        Session(model, SGD(model.parameters()), capacity_tokens=128) as session,
+        Session(teacher, capacity_tokens=128) as of_teacher,
+    ):
+        for given in ({"loss": by_token}, {"compute_loss": of_model}):
+            text = said(lambda given=given: session.evaluate(ROWS, **given))
+            assert "a run of LlamaForCausalLM, another model" in text
+            assert "token_values of a Session(teacher)" in text
+        found = of_teacher.token_values(ROWS, lambda outputs, _: outputs.logits[0])
+        rows = [{**row, "teacher": each} for row, each in zip(ROWS, found, strict=True)]
+        result = session.backward(
+            rows, loss=lambda output, tokens: apart(output.logits[0], tokens.columns["teacher"]), normalizer=1.0
+        )
+        assert result.loss == pytest.approx(expected, rel=1e-9)
+
+
 def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **_):
     words, labels = logits[:, :-1].reshape(-1, vocab_size), labels[:, 1:].reshape(-1)
     total = F.cross_entropy(words, labels, reduction="sum", label_smoothing=0.3)
@@ -384,11 +421,18 @@ def test_the_models_own_loss_is_the_sessions_and_a_mean_of_it_is_refused():
         plain(input_ids=ids, labels=labels, num_items_in_batch=total).loss.backward()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
     with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
-        assert session.backward(ROWS).grad_norm == pytest.approx(expected, rel=1e-9)
+        result = session.backward(ROWS)
+        assert result.grad_norm == pytest.approx(expected, rel=1e-9)
         weighed = [{**row, "weights": torch.ones(len(row["input_ids"]))} for row in ROWS]
         assert "loss of the model: expected rows without weights" in said(lambda: session.backward(weighed))
         model.loss_function = lambda **given: smoothed(**{**given, "num_items_in_batch": given["labels"].numel()})
         assert "loss of the model: expected a microbatch's share" in said(lambda: session.evaluate(ROWS))
+        model.loss_function = lambda logits, labels, vocab_size: logits.sum()
+        assert "expected a loss_function that takes num_items_in_batch" in said(lambda: session.evaluate(ROWS))
+        model.loss_function = lambda logits, labels, vocab_size, num_items_in_batch: smoothed(
+            logits, labels, vocab_size, num_items_in_batch
+        )
+        assert session.evaluate(ROWS).loss == pytest.approx(result.loss, rel=1e-9)
 
 
 @pytest.mark.parametrize(

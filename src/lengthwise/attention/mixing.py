@@ -33,13 +33,13 @@ class WholeSpans:
 
 
 class Join(NamedTuple):
-    """Sequences that begin where others end, as places in `CutPiece.low`; several sources only if read backward."""
+    """Sequences (`targets`) that continue one (`sources`), as places in `CutPiece.low`; `turned` swaps the two."""
 
     sources: slice
     targets: slice
 
     def turned(self) -> Join:
-        """Return the same read backward."""
+        """Return the join as backward passes need it."""
         return Join(self.targets, self.sources)
 
 
@@ -106,7 +106,7 @@ class LocalSpans:
         }
 
     def _joins(self, low: Sequence[int]) -> Iterator[Join]:
-        """Yield the joins of sequences in an order in which one is a target before it is a source."""
+        """Yield the joins of sequences: every one is joined to what it continues before others are joined to it."""
         if not self.program.parents or self.spans[low[0]].position:
             return
         place_of, runs = {number: place for place, number in enumerate(low)}, [list[range]() for _ in low]

@@ -81,6 +81,7 @@ class Data:
         from lengthwise.data import load_dataset, load_tokenizer
         from lengthwise.data.load import first_rows
         from lengthwise.data.survey import survey
+        from lengthwise.data.tokens import BAD, EMPTY
 
         problems = Collector()
         asked = problems.attempt(partial(self._read, problems))
@@ -104,7 +105,9 @@ class Data:
         with warnings.catch_warnings(record=True) as noted:
             warnings.simplefilter("always", UserWarning)
             dataset = read(sources, on_bad_row=bad.append)
-            refused = _refused(partial(read, found.sources)) if dataset.skipped else []
+            kinds = {BAD for each in found.sources if each.bad_rows == "stop"}
+            kinds |= {EMPTY for each in found.sources if each.empty == "error"}
+            refused = _refused(partial(read, found.sources)) if kinds & dataset.skipped.keys() else []
         tokenizers = tokenizers_of(used, sources)
         facts = survey(dataset, longest=_NAMED)
         decoding = load_tokenizer(tokenizers[0]) if len(tokenizers) == 1 else None

@@ -13,6 +13,7 @@ import shutil
 import socket
 import stat
 import time
+import warnings
 import zlib
 from collections.abc import Iterator
 from importlib import resources
@@ -23,12 +24,15 @@ from lengthwise.core.errors import ConfigError, OutputError
 
 MOST_BYTES = 256 << 20  # limit of a file that is read whole; a plan of a million sequences has 30 MB
 _FORKS_END_SECONDS = 10.0  # in which the forks of a killed process end, such as the ranks of a launcher
+_WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 _GZIP = b"\x1f\x8b"
 _OPENED = ("/dev/fd", "/proc/self/fd")  # pipes that a shell opened: `--lengths <(command)`
 
 
 def try_lock(path: Path) -> TextIO | str:
     """Create and lock `path` until the returned file is closed, or return the name of the process that holds it.
+
+    On a disk without locks, as some networks have, the file is returned without one, with a warning.
 
     Raises:
         OSError: the file cannot be created.
@@ -41,6 +45,12 @@ def try_lock(path: Path) -> TextIO | str:
             with file:
                 file.seek(0)
                 return file.read().strip() or "another process"
+        except OSError as error:
+            if error.errno not in _WITHOUT_LOCKS:
+                file.close()
+                raise
+            text = f"{path.parent}: this disk has no file locks ({error.strerror}); let no other job write there"
+            warnings.warn(text, RuntimeWarning, stacklevel=2)
         with contextlib.suppress(FileNotFoundError):  # its owner removed it between our two calls
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break

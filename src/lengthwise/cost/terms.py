@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from math import inf
+from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,8 +67,8 @@ class Cost:
     embedding_seconds, head_seconds: per token, parts of `linear_seconds` of all stages, used to cut layers; 0: not
         measured.
     choices: what pieces whose `Choice` is not given may choose.
-    trees: of what counts as one sequence of a length (`cost.trees`), by length: (length, squared tokens of attention
-        inside of its sequences and tokens of a block of these, squared tokens between sequences and tokens of a block).
+    trees: sequences that continue others and count together as one (`cost.trees`), by length. Of each: its length, the
+        squared tokens inside of its sequences, the tokens of a block of these, and the same two between its sequences.
 
     Raises:
         ConfigError: a coefficient that is negative or not finite, all of them zero, or invalid links.
@@ -228,42 +230,32 @@ class Cost:
 
     def attention_seconds(self, tokens: Floats, positions: Numbers) -> Floats:
         """Return the attention of sequence i in seconds, all ranks together; smaller blocks run slower."""
-        seconds = self._blocks_seconds(self._whole_pairs(tokens), tokens / positions)
-        if not self.trees:
-            return seconds
-        (own, own_block, shared, shared_block), is_tree = self._trees_at(tokens)
-        of_trees = self._blocks_seconds(own, own_block / positions) + self._blocks_seconds(
-            shared, shared_block / positions
-        )
-        return np.where(is_tree, of_trees, seconds)
+        return reduce(add, (self._blocks_seconds(pairs, block / positions) for pairs, block in self._blocks(tokens)))
 
     def _blocks_seconds(self, squared: Floats, tokens: Floats) -> Floats:
         """Return the seconds of squared tokens in blocks of so many tokens."""
         if not self.block_efficiency:
             return self.quadratic_seconds * squared
         points, shares = zip(*self.block_efficiency, strict=True)
-        return (
-            self.quadratic_seconds * squared / (np.interp(tokens, points, shares) * np.minimum(1.0, tokens / points[0]))
-        )
+        speed = np.interp(tokens, points, shares) * np.minimum(1.0, tokens / points[0])
+        return self.quadratic_seconds * squared / speed
 
     def seen_pairs(self, tokens: Floats) -> Floats:
         """Return the squared tokens of attention, entry i of sequence i: s^2 unless a window is shorter, or a tree."""
-        if not self.trees:
-            return self._whole_pairs(tokens)
-        (own, _, shared, _), is_tree = self._trees_at(tokens)
-        return np.where(is_tree, own + shared, self._whole_pairs(tokens))
+        return reduce(add, (pairs for pairs, _ in self._blocks(tokens)))
 
-    def _whole_pairs(self, tokens: Floats) -> Floats:
+    def _blocks(self, tokens: Floats) -> list[tuple[Floats, Floats]]:
+        """Return (squared tokens, tokens of a block) inside of sequences and, if some are trees, between theirs."""
         seen = tokens * tokens
         for window, share in self.windows:
             seen = seen - share * np.maximum(0.0, tokens - window) ** 2  # s^2 - (2 s w - w^2)
-        return seen
-
-    def _trees_at(self, tokens: Floats) -> tuple[Floats, NDArray[np.bool_]]:
-        """Return the columns of `trees` but the first, (4, entries), and which lengths are those of trees."""
+        if not self.trees:
+            return [(seen, tokens)]
         lengths, *columns = np.array(self.trees).T
         place = np.minimum(np.searchsorted(lengths, tokens), len(lengths) - 1)
-        return np.array(columns)[:, place], lengths[place] == tokens
+        is_tree, (own, own_block, shared, block) = lengths[place] == tokens, np.array(columns)[:, place]
+        inside = np.where(is_tree, own, seen), np.where(is_tree, own_block, tokens)
+        return [inside, (np.where(is_tree, shared, 0.0), block)]
 
     def hops_seconds(self, degree: int) -> float:
         """Return the part of a plain ring's seconds that depends only on its degree: latency of its ring steps."""

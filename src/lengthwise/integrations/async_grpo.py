@@ -264,7 +264,10 @@ class _Shared(IterableDataset[Examples]):
 
 
 class _Polled:
-    """The worker's queue as TRL reads it, some seconds at a time: no other rank waits longer for a sign of rank 0."""
+    """The worker's queue, which TRL reads for some seconds at a time; the other ranks then get a sign of rank 0.
+
+    So they do not run into their timeout while it waits for a rollout.
+    """
 
     def __init__(self, queue: Any, share: Callable[[Any], Any]) -> None:
         self._queue, self._share, self._shared = queue, share, time.monotonic()

@@ -64,7 +64,7 @@ def without_balance_loss(model: Any) -> Iterator[None]:
             part.output_router_logits = True
 
 
-def balance_of(model: Any) -> float | None:
+def asked_coefficient(model: Any) -> float | None:
     """Return the coefficient of the balance loss that a model's config asks for now, or None if it asks for none."""
     part = text_config(model.config)
     return getattr(part, coefficient_key(part.model_type), None) if has_balance_loss(model.config) else None

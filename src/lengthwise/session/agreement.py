@@ -22,7 +22,7 @@ from lengthwise.core.errors import ConfigError, RankError
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.step import RankResult
 from lengthwise.models.modules import modules_of
-from lengthwise.models.router import balance_of
+from lengthwise.models.router import asked_coefficient
 from lengthwise.session.engine import Engine
 from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.runner import StepEnd
@@ -110,7 +110,7 @@ class Agreement:
                 wrong = error
         changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
         did: dict[str, Any] = {_VALUES: changed, _MODE: self._model.training}
-        did |= {_BALANCE: balance_of(self._model), _DROPOUT: (dropout := self._dropout_now())}
+        did |= {_BALANCE: asked_coefficient(self._model), _DROPOUT: (dropout := self._dropout_now())}
         did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
         if updates is not None:
             did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _CLEARS: updates.clears}

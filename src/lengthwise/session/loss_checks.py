@@ -34,10 +34,11 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import Objective
-from lengthwise.models import has_own_loss, whole_model
+from lengthwise.models import has_own_loss
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import (
     IN_CHUNKS,
+    OF_MODEL,
     OF_USER,
     ComputeLoss,
     LossKind,
@@ -47,6 +48,8 @@ from lengthwise.session.losses import (
     Tokens,
     Watched,
     described,
+    models_called,
+    own_share,
 )
 from lengthwise.session.model import refuse_balance
 from lengthwise.session.row_batch import RowBatch, rows_of
@@ -56,6 +59,10 @@ _UNEQUAL = 2e-2  # relative difference: a mean differs by far more, rounding in 
 _ROUNDINGS = 512  # roundings of a number of order 1, by which sums that cancel may differ
 _CHECKED_TOKENS = 128
 _ROW_TOKENS = 64  # tokens of the row that checks a `ComputeLoss`
+_OTHER_MODELS = (
+    "Do not run another model in it, such as a teacher, which would see cut and packed rows as one text: give the rows "
+    "a column with its values, from token_values of a Session(teacher)."
+)
 _DEPTH, _MOST = 4, 256  # limits of the search through the objects that a function refers to
 
 Evaluate: TypeAlias = Callable[[PlannedStep, Objective], float]
@@ -116,6 +123,7 @@ class SumCheck(LossCheck):
 
     sums: Tensor | None = None  # over all these tokens and over both halves, (3,), in fp64
     least: float = 0.0  # smallest difference that rounding does not explain
+    models: Sequence[str] = ()  # other models that the loss runs
     is_due: bool = True
 
     def compare(self, loss: TokenLoss, output: Any, tokens: Tokens, labels_of: Callable[[], Tensor]) -> None:
@@ -138,7 +146,7 @@ class SumCheck(LossCheck):
         ]
         device, found = tokens.input_ids.device, list[Tensor]()
         before = _random_states(device)
-        with torch.no_grad(), _random_states_kept(device), suppress(Exception):
+        with torch.no_grad(), _random_states_kept(device), models_called() as self.models, suppress(Exception):
             for part in parts:  # the user's function may need more than a part has
                 found.append(loss(_part_of(output, len(labels), part), tokens.part(part)).detach().double().reshape(()))
                 if not all(map(torch.equal, before, _random_states(device))):
@@ -155,8 +163,8 @@ class SumCheck(LossCheck):
 
     @property
     def suspects(self) -> bool:
-        """Whether the halves fail to add up."""
-        return self.is_wrong
+        """Whether the halves fail to add up, or the loss runs other models."""
+        return self.is_wrong or bool(self.models)
 
     def finish(self, evaluate: Evaluate) -> None:
         """Refuse the loss on all ranks if one found it wrong; only that rank shows its numbers."""
@@ -168,7 +176,8 @@ class SumCheck(LossCheck):
                 if self.is_wrong
                 else "another value, on another rank"
             )
-            remedy = 'Return a sum, reduction="sum" for example; the session divides it once.'
+            got = f"a run of {self.models[0]}, another model" if self.models else got
+            remedy = f'Return a sum, reduction="sum" for example; the session divides it once. {_OTHER_MODELS}'
             raise ConfigError("loss", expected="the sum over a microbatch's tokens", got=got, remedy=remedy)
 
     def _numbers(self) -> list[float]:
@@ -218,20 +227,23 @@ class ShareCheck(LossCheck):
         super().finish(evaluate)
         if not self.found:
             return
-        losses = []
+        losses, models = list[float](), list[str]()
         for times in (1, 2):
             before = _random_states(self.device)
             with _random_states_kept(self.device):
                 step = _short_step(self.planned, self.objective.batch, times)
-                losses.append(evaluate(step, replace(self.objective, batch=step.batch)))
+                with models_called(self.objective.model) as models:
+                    losses.append(evaluate(step, replace(self.objective, batch=step.batch)))
                 if not all(map(torch.equal, before, _random_states(self.device))):
                     losses[-1] = math.nan  # random numbers differ between the two
         once, twice = losses
         apart, least = abs(twice - 2 * once), _ROUNDINGS * torch.finfo(torch.float32).eps / self.objective.normalizer
-        if apart > max(_UNEQUAL * (abs(twice) + 2 * abs(once)), least):
+        if models or apart > max(_UNEQUAL * (abs(twice) + 2 * abs(once)), least):
             got = f"{once:g} for a row, {twice:g} for two equal rows"
+            got = f"a run of {models[0]}, another model" if models else got
             expected = "a microbatch's share of the step's loss: a sum over tokens, divided by one number of the step"
-            remedy = "Divide a sum by the step's loss tokens, for example model(**inputs, num_items_in_batch=n).loss."
+            remedy = "Divide a sum by the step's loss tokens, for example model(**inputs, num_items_in_batch=n).loss. "
+            remedy += _OTHER_MODELS
             raise ConfigError(self.objective.name, expected=expected, got=got, remedy=remedy)
         self.known.add(self.made_of)
 
@@ -258,9 +270,9 @@ def objective_of(
     model: the engine's model in its wrap. known: `_parts_of` the functions that passed.
 
     Raises:
-        ConfigError: two losses were given, the normalizer is not a finite number above 0, or rows have weights, which
-            the model's own loss would not count.
-        ModelRefused: the model has a balance loss, which `compute_loss` or the model's own would not count right.
+        ConfigError: two losses were given, the normalizer is not a finite number above 0, or the model's own loss does
+            not take it, or the rows' weights.
+        ModelRefused: the model has a balance loss, which `compute_loss` would not count right.
     """
     if loss is not None and compute_loss is not None:
         raise ConfigError("loss", expected="loss or compute_loss", got="both", remedy="Leave one out.")
@@ -277,23 +289,13 @@ def objective_of(
     if compute_loss is None:
         if not has_own_loss(engine.model):
             return engine.next_token(planned.batch, divisor), None
-        whole = whole_model(engine.model)
-        made_of = {"forward": whole.forward, "loss_function": whole.loss_function}
-        name, compute_loss = "loss of the model", partial(_own_share, normalizer=divisor, **made_of)
-        if rows_of(planned).is_weighed:
-            expected, remedy = "rows without weights: a loss of its own does not get them", "Give loss= a function."
-            raise ConfigError(name, expected=expected, got="rows with weights", remedy=remedy)
-    if not (is_known := isinstance(compute_loss, KnownShare)):
+        name, compute_loss = OF_MODEL, own_share(engine.model, rows_of(planned), divisor)
+    elif not isinstance(compute_loss, KnownShare):
         refuse_balance(engine.model, name)
     objective = OfModel(batch=rows_of(planned), compute_loss=compute_loss, model=model, normalizer=divisor, name=name)
     checked: Any = {"known": known, "objective": objective, "planned": planned, "device": engine.device}
-    check = LossCheck() if is_known else ShareCheck(**checked)
+    check = LossCheck() if isinstance(compute_loss, KnownShare) else ShareCheck(**checked)
     return check.watched(engine, objective), check
-
-
-def _own_share(model: nn.Module, inputs: dict[str, Any], *, normalizer: float, **_made_of: object) -> Any:
-    """Return the loss that a model computes itself of a microbatch. made_of: what it calls, new ones to be checked."""
-    return model(**inputs, num_items_in_batch=normalizer).loss
 
 
 def _random_states(device: torch.device) -> list[Tensor]:

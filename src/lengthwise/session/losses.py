@@ -6,22 +6,27 @@ exact under any cut; a mean, a collective or a statistic of the batch is not, an
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from threading import get_ident
 from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from lengthwise.attention import to_device
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.names import counted
 from lengthwise.data import NO_LOSS
 from lengthwise.engine.objective import ForwardPass, Objective
-from lengthwise.models import token_losses
+from lengthwise.models import token_losses, whole_model
 from lengthwise.models.adapter import collecting_routers, planned_output, run_planned
 from lengthwise.session.misuse import shown
 from lengthwise.session.row_batch import RowBatch
@@ -144,10 +149,60 @@ class OfModel:
             "lengthwise": planned,
             **{name: row(to_device(self.batch.column(name, forward.segments), device)) for name in self.batch.columns},
         }
-        with collecting_routers(forward.model, planned, forward.collect_router) as switch:
+        routers = collecting_routers(forward.model, planned, forward.collect_router)
+        with _without_plan(forward.model), routers as switch:
             inputs |= switch
             found = run_planned(forward.model, planned, lambda: self.compute_loss(self.model, inputs), once=False)
         return one_number(self.name, found, device)
+
+
+@contextmanager
+def _without_plan(model: nn.Module) -> Iterator[None]:
+    """Call a `loss_function` that the user has set as plain forwards do, without the plan in the inputs."""
+    attributes = vars(whole_model(model))
+    own = attributes.get("_loss_function")
+    if own is None:
+        yield
+        return
+
+    def call(*arguments: Any, lengthwise: object = None, **given: Any) -> Any:
+        del lengthwise
+        return own(*arguments, **given)
+
+    attributes["_loss_function"] = call
+    try:
+        yield
+    finally:
+        attributes["_loss_function"] = own
+
+
+OF_MODEL = "loss of the model"  # in messages
+
+
+def own_share(model: nn.Module, batch: RowBatch, normalizer: float) -> ComputeLoss:
+    """Return the loss that a model computes itself as a `ComputeLoss`, which refers to all that it is made of.
+
+    Raises:
+        ConfigError: it does not take the normalizer, or the rows' weights.
+    """
+    whole: Any = whole_model(model)
+    if batch.is_weighed:
+        expected = "rows without weights: a forward, forward hook or loss_function of your own does not get them"
+        raise ConfigError(OF_MODEL, expected=expected, got="rows with weights", remedy="Give loss= a function.")
+    made_of = {"forward": whole.forward, "loss_function": whole.loss_function}
+    for part, function in made_of.items():
+        signature = inspect.signature(function)
+        try:
+            signature.bind_partial(num_items_in_batch=normalizer)
+        except TypeError:
+            expected = f"a {part} that takes num_items_in_batch, by which it divides a sum over the tokens"
+            got, remedy = f"{part}{signature}", "Add the argument and **kwargs, or give loss=."
+            raise ConfigError(OF_MODEL, expected=expected, got=got, remedy=remedy) from None
+    return partial(_own_share, normalizer=normalizer, **made_of)
+
+
+def _own_share(model: nn.Module, inputs: dict[str, Any], *, normalizer: float, **_made_of: object) -> Any:
+    return model(**inputs, num_items_in_batch=normalizer).loss
 
 
 def tokens_of(batch: RowBatch, forward: ForwardPass) -> Tokens:
@@ -269,6 +324,22 @@ def gradients_by(where: str, loss: Tensor, leaves: Sequence[Tensor], model: nn.M
         remedy = "Leave such terms out: run a session.backward of their own for them, which adds its gradients."
         raise ConfigError(where, expected="a loss of the gathered values alone", got=got, remedy=remedy)
     return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+
+@contextmanager
+def models_called(own: nn.Module | None = None) -> Iterator[list[str]]:
+    """Collect the classes of Hugging Face models other than `own` that run inside the block, such as a teacher."""
+    found, modules, here = list[str](), set() if own is None else set(own.modules()), get_ident()
+
+    def note(module: nn.Module, _arguments: Any) -> None:
+        if isinstance(module, PreTrainedModel) and module not in modules and get_ident() == here:
+            found.append(type(module).__name__)
+
+    handle = register_module_forward_pre_hook(note)
+    try:
+        yield found
+    finally:
+        handle.remove()
 
 
 def described(leaf: Tensor) -> str:

@@ -32,7 +32,8 @@ _WHOLE = {"logits": "whole"}  # a note of plans
 class SessionPlanning:
     """Planning for losses in chunks, and for losses over whole logits; both are the same under a given capacity.
 
-    expects: the loss for which steps are planned ahead. shares: whether rows may share prefixes without labels.
+    expects: the loss for which steps are planned ahead. shares: whether rows may share prefixes without labels, unless
+    the loop has set dropout or a balance loss since; allows: whether the ranks agreed at the last step that it has not.
     process: the planner's process, on rank 0. priced: returns a planning with the costs and speeds of ranks measured
     since.
     """
@@ -41,6 +42,7 @@ class SessionPlanning:
     whole: StepPlanning
     expects: LossKind = IN_CHUNKS
     shares: bool = False
+    allows: bool = True
     process: PlannerProcess | None = None
     priced: Callable[[StepPlanning], StepPlanning] = _as_it_is
 
@@ -61,8 +63,11 @@ class SessionPlanning:
     def _plan(
         self, process: PlannerProcess, planning: StepPlanning, batch: StepBatch, loss: LossKind
     ) -> tuple[str, float]:
-        shares = self.shares and loss.labels_alone
-        return process.plan(planning, batch.lengths, batch.shared_prefixes() if shares else None)
+        prefixes = batch.shared_prefixes() if self._may_share(loss) else None
+        return process.plan(planning, batch.lengths, prefixes)
+
+    def _may_share(self, loss: LossKind) -> bool:
+        return self.shares and self.allows and loss.labels_alone
 
     @property
     def ahead(self) -> StepPlanning:
@@ -84,7 +89,7 @@ class SessionPlanning:
     def suits(self, plan: Plan, loss: LossKind) -> bool:
         """Return whether a plan is for this session's ranks, fits into memory with the loss, and shares what may be."""
         fits = not loss.whole_logits or self.whole.notes.items() <= plan.notes.items()
-        shares = (self.shares and loss.labels_alone) or not plan.parents
+        shares = self._may_share(loss) or not plan.parents
         return plan.ranks == self.chunked.ranks and fits and shares
 
 

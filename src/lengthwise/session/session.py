@@ -160,9 +160,7 @@ class Session(SavedSession):
         Raises:
             MemoryShortage: whole logits of 128 tokens do not fit.
         """
-        self._expect(OF_USER if whole_logits else IN_CHUNKS)
-
-    def _expect(self, loss: LossKind) -> None:
+        loss = OF_USER if whole_logits else IN_CHUNKS
         self.planning.of(loss)
         self.planning.expects = loss
 
@@ -192,8 +190,8 @@ class Session(SavedSession):
         trained = self._training("backward", **how)
         start, name = time.perf_counter(), f"step {self.steps + 1}"
         kind = kind_of(loss, compute_loss, is_own=has_own_loss(self._inner))
-        self._expect(kind)
         planned = self._planned(sequences, name, kind, normalizer=normalizer)
+        self.planning.expects = kind
         objective, check = objective_of(self.engine, self.model, planned, known=self._known_losses, **how)
         with trained.collecting():
             result = self.runner.backward(planned, objective, check=check)
@@ -222,11 +220,11 @@ class Session(SavedSession):
             ModelRefused: the model has dropout, so its two passes would differ, or a balance loss of routers.
         """
         trained = self._training("backward_by_sequence", combine=combine, values=values, per=per)
-        refuse_dropout(self._inner)
-        refuse_balance(self._inner, "values")
         start, step, kind = time.perf_counter(), self.steps + 1, kind_of(values, None)
-        self._expect(kind)
         planned = self._planned(sequences, f"step {step}", kind)
+        self.planning.expects = kind
+        refuse_dropout(self._inner)  # once the ranks agree
+        refuse_balance(self._inner, "values")
         found, sums, first = gather(self.engine, planned, values, per, f"step {step}", step=step)
         loss, weights = combined(found.gathered, sums, combine, self.model)
         objective, check = replace(found, weights=weights), LossCheck()
@@ -328,12 +326,13 @@ class Session(SavedSession):
     ) -> PlannedStep:
         """Return a step on which the ranks agree; plan again if its plan does not suit its loss."""
         self._refuse_closed()
-        plan = partial(self.planning.plan, self.engine, name=name, loss=loss)
-        planned = sequences if isinstance(sequences, PlannedStep) else plan(RowBatch(sequences, **self._words))
-        allows = not planned.plan.parents or can_share_prefixes(self._inner)
-        if not self._agree(name, allows=allows, **{**numbers, "kind of loss": str(loss)}):
-            self.planning.shares = False  # the loop has set dropout or a balance loss since the session was made
-        return planned if self.planning.suits(planned.plan, loss) else plan(planned.batch)
+        given, planning = sequences, self.planning
+        step = given if isinstance(given, PlannedStep) else RowBatch(given, **self._words)
+        allows = not planning.shares or can_share_prefixes(self._inner)
+        planning.allows = self._agree(name, allows=allows, **{**numbers, "kind of loss": str(loss)})
+        if isinstance(step, RowBatch):
+            return planning.plan(self.engine, step, name, loss)
+        return step if planning.suits(step.plan, loss) else planning.plan(self.engine, step.batch, name, loss)
 
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; print the plan of the first one."""
