@@ -15,11 +15,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TypeVar
 
 import torch
 
-from lengthwise.core.errors import LengthwiseError, RankError
 from lengthwise.core.processes import let_threads_end
 
 Answer = TypeVar("Answer")
@@ -77,37 +76,6 @@ def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
         child.join(_END_SECONDS)
         child.kill()
         our_pipe.close()
-
-
-def call_apart(call: Callable[[], Answer], *, gpus: int) -> Answer:
-    """Return what `call` returns; if ranks will use GPUs, call it in a forked child.
-
-    Importing or running a model may start CUDA (flash-linear-attention does when imported, Hugging Face's masks when
-    made), and a process that has started CUDA cannot fork ranks that use a GPU.
-
-    Raises:
-        RankError: the child died.
-        LengthwiseError: `call` raised it.
-    """
-    if not gpus:
-        return call()
-
-    def answer() -> tuple[Answer | None, LengthwiseError | None]:
-        try:
-            return call(), None
-        except LengthwiseError as error:
-            return None, error
-
-    found = ask_in_a_child(answer)
-    if not isinstance(found, tuple):
-        remedy = "Its message is printed above."
-        raise RankError(
-            "model", expected="the process that checks the model to finish", got=f"exit code {found}", remedy=remedy
-        )
-    returned, error = found
-    if error is not None:
-        raise error
-    return cast("Answer", returned)
 
 
 def has_started_cuda() -> bool:

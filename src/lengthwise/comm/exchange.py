@@ -11,8 +11,15 @@ import numpy as np
 import torch
 
 from lengthwise.comm.transport import Transport
-from lengthwise.core import errors
-from lengthwise.core.errors import Collector, LengthwiseError, OutputError, RankError, raise_problems
+from lengthwise.core.errors import (
+    Collector,
+    LengthwiseError,
+    OutputError,
+    RankError,
+    as_values,
+    from_values,
+    raise_problems,
+)
 
 Value = TypeVar("Value")
 
@@ -62,9 +69,9 @@ def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
     found, problems = None, Collector()
     if not transport.rank:
         found = problems.attempt(work)
-    own = json.dumps([found, _as_values(problems.problems)]).encode()
+    own = json.dumps([found, as_values(problems.problems)]).encode()
     sent = json.loads(broadcast_bytes(transport, None if transport.rank else own))
-    raise_problems(problems.problems or [_error(*each) for each in sent[1]])
+    raise_problems(problems.problems or from_values(sent[1]))
     return sent[0]
 
 
@@ -97,8 +104,8 @@ def raise_together(transport: Transport, problems: Sequence[LengthwiseError]) ->
     failed = share_numbers(transport, [len(problems)])[:, 0].nonzero().flatten().tolist()
     if failed:
         is_own = transport.rank == failed[0]
-        sent = broadcast_bytes(transport, json.dumps(_as_values(problems)).encode() if is_own else None, failed[0])
-        raise_problems(problems if is_own else [_error(*each) for each in json.loads(sent)])
+        sent = broadcast_bytes(transport, json.dumps(as_values(problems)).encode() if is_own else None, failed[0])
+        raise_problems(problems if is_own else from_values(json.loads(sent)))
 
 
 def share_names(transport: Transport, own: Iterable[str]) -> list[str]:
@@ -113,14 +120,6 @@ def share_names(transport: Transport, own: Iterable[str]) -> list[str]:
         for rank in range(transport.world_size)
     )
     return sorted({name for each in sent for name in json.loads(each)})
-
-
-def _as_values(problems: Sequence[LengthwiseError]) -> list[tuple[str, ...]]:
-    return [(type(each).__name__, each.where, each.expected, each.got, each.remedy) for each in problems]
-
-
-def _error(kind: str, where: str, expected: str, got: str, remedy: str) -> LengthwiseError:
-    return getattr(errors, kind)(where, expected=expected, got=got, remedy=remedy)
 
 
 _SAME_RUN = "All ranks must run the same version of lengthwise with the same run file and data."

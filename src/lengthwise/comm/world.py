@@ -38,7 +38,7 @@ class World:
     """One process of a run. rendezvous: a file that all local ranks share; if None, torchrun's environment is used.
 
     gpus: GPUs of this machine that this process sees and the run uses; 0 if it computes on the CPU.
-    attached: the process group exists already.
+    attached: the process group exists already. ended: why the ranks before these ended, if they were started again.
     """
 
     rank: int
@@ -48,6 +48,7 @@ class World:
     rendezvous: Path | None = None
     gpus: int = 0
     attached: bool = False
+    ended: str = ""
 
     @property
     def device(self) -> torch.device:

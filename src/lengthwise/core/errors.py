@@ -197,3 +197,23 @@ def raise_problems(problems: Sequence[LengthwiseError]) -> None:
         raise problems[0]
     if problems:
         raise Problems(problems)
+
+
+def as_values(problems: Sequence[LengthwiseError]) -> list[tuple[str, ...]]:
+    """Return errors as values of JSON, which another process reads with `from_values`."""
+    return [(_kind(each), each.where, each.expected, each.got, each.remedy, each.place) for each in problems]
+
+
+def from_values(values: Sequence[Sequence[str]]) -> list[LengthwiseError]:
+    """Return the errors of `as_values`."""
+    found = []
+    for kind, where, expected, got, remedy, place in values:
+        error: LengthwiseError = globals()[kind](where, expected=expected, got=got, remedy=remedy)
+        error.place = place
+        found.append(error)
+    return found
+
+
+def _kind(error: LengthwiseError) -> str:
+    """Return the name of the error's class, or of its nearest base in this module."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind.__module__ == __name__)

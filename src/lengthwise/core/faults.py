@@ -36,9 +36,6 @@ ACTIONS = (*_SIGNALS, "error", "sleep")
 _SLEEP_SECONDS = 1.0
 
 
-_restarted = False
-
-
 class _Fault(NamedTuple):
     point: str
     rank: int
@@ -53,15 +50,9 @@ def fault(point: str, rank: int, step: int) -> None:
             _act(each)
 
 
-def only_of_first_start() -> None:
-    """Disable faults, because ranks are started again."""
-    global _restarted
-    _restarted = True
-
-
 def asked_faults() -> tuple[_Fault, ...]:
     """Return the faults that the environment sets; raise ConfigError, or Problems, if it cannot be parsed."""
-    if _restarted or int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
+    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
         return ()
     asked = os.environ.get(VARIABLE)
     return _read(asked) if asked else ()

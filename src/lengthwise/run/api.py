@@ -1,37 +1,32 @@
 """`train` and `verify` as functions, which the commands of these names call.
 
-Both start one local process per rank, or use the ranks of torchrun if it started this process. They print nothing: a
-`Callback` reports.
+Both start one local process per rank, or use the ranks of torchrun if it started this process; every rank runs the same
+function. They print nothing: a `Callback` reports.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from lengthwise.comm import World
+from lengthwise.comm import World, world_from_environment
 from lengthwise.config import RunConfig
-from lengthwise.core.errors import ConfigError, PlanError, RankError, TransferError
-from lengthwise.core.faults import only_of_first_start
+from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.names import counted
 from lengthwise.core.packages import check_trackers
 from lengthwise.core.plan import Plan
 from lengthwise.core.sizes import read_whole
 from lengthwise.program import check_plan
-from lengthwise.run.callbacks import Callback, TrainResult, call_back
-from lengthwise.run.evaluation import read_best
+from lengthwise.run.callbacks import Callback, TrainResult
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
-from lengthwise.run.prepared_run import PreparedRun, Run, prepare, run_ranks
+from lengthwise.run.launch import on_ranks
+from lengthwise.run.prepared_run import Run, agree_on_data, join_with, read_start
 from lengthwise.run.rank import train_rank
-from lengthwise.run.resume import Resume, find_resume, has_checkpoint, has_model, is_finished, torchrun_agent
-from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.verify import VerifyReport, verify_rank
 from lengthwise.run.verify_batch import VerifyBatch, part_of_batch, whole_batch
 
@@ -68,91 +63,31 @@ def train(
         LengthwiseError: problems of the input, all in one error, or the error that ended the run.
         KeyboardInterrupt: a second Ctrl-C; its argument says what was saved. The first one ends the run after its step.
     """
-    with ExitStack() as claims:
 
-        def claim(config: RunConfig) -> Resume | None:
-            check_trackers(config.report_to)
-            if overwrite and resume:
-                got, remedy = "both", "Leave one out: the first deletes the run, the second resumes it."
-                raise ConfigError("overwrite", expected="{overwrite} or {resume}", got=got, remedy=remedy)
-            if accept_changes and not resume:
-                expected, remedy = "{resume} beside {accept_changes}", "Add {resume}, or remove {accept_changes}."
-                raise ConfigError("accept_changes", expected=expected, got="no {resume}", remedy=remedy)
-            folder, deletes, goes_on = RunFolder(config.output), overwrite, bool(resume)
-            if resume == "if_any" or folder.is_restart(torchrun_agent()):
-                goes_on = has_checkpoint(config)
-                deletes = not goes_on and not has_model(config)
-            claims.enter_context(folder.claimed(overwrite=deletes, resume=goes_on, inputs=_inputs(config)))
-            if not goes_on:
-                return None
-            found = find_resume(config, accept_changes=accept_changes)
-            folder.kept(found)  # refuse damaged files before anything changes
-            read_best(config.output)
-            return found
+    def check(config: RunConfig) -> None:
+        check_trackers(config.report_to)
+        if overwrite and resume:
+            got, remedy = "both", "Leave one out: the first deletes the run, the second resumes it."
+            raise ConfigError("overwrite", expected="{overwrite} or {resume}", got=got, remedy=remedy)
+        if accept_changes and not resume:
+            expected, remedy = "{resume} beside {accept_changes}", "Add {resume}, or remove {accept_changes}."
+            raise ConfigError("accept_changes", expected=expected, got="no {resume}", remedy=remedy)
+        if max_restarts and world_from_environment():
+            remedy = "Give --max-restarts to torchrun."
+            raise ConfigError("max_restarts", expected="0 under torchrun", got=str(max_restarts), remedy=remedy)
+        read_whole("max_restarts", max_restarts, least=0, most=_MOST_RESTARTS)
 
-        show = partial(call_back, callbacks, "on_phase")
-        start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, claim=claim, on_phase=show)
-        hearing = callbacks if start.is_first else ()
-        _check_restarts(max_restarts, start)
-        if (finished := _finished(start)) is not None:
-            call_back(hearing, "on_end", finished)
-            return finished
-        call_back(hearing, "on_start", start.job)
-        result = _run_restarting(start, callbacks, hearing, max_restarts, accept_changes=accept_changes)
-        call_back(hearing, "on_end", result)
-        return result
-
-
-def _finished(start: PreparedRun) -> TrainResult | None:
-    """Return the result of a run that resumes after its last step, or None if steps or the saved model are missing."""
-    job, resume = start.job, start.job.resume
-    if start.world is not None or resume is None or not is_finished(job.config, resume, job.num_steps):
-        return None
-    first_loss, last_loss = resume.losses
-    return TrainResult(
-        steps=resume.step,
-        num_tokens=0,
-        seconds=0.0,
-        first_loss=first_loss,
-        last_loss=last_loss,
-        metrics=None,
-        parameters=sum(math.prod(parameter.shape) for parameter in resume.manifest.parameters),
-        stopped_by=None,
-        folder=job.config.output,
-        skipped=resume.manifest.skipped,
+    start = read_start(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, check=check)
+    work = partial(
+        train_rank,
+        start,
+        callbacks=callbacks,
+        overwrite=overwrite,
+        resume=resume,
+        accept_changes=accept_changes,
     )
-
-
-def _check_restarts(max_restarts: int, start: PreparedRun) -> None:
-    if max_restarts and start.world is not None:
-        remedy = "Give --max-restarts to torchrun."
-        raise ConfigError("max_restarts", expected="0 under torchrun", got=str(max_restarts), remedy=remedy)
-    read_whole("max_restarts", max_restarts, least=0, most=_MOST_RESTARTS)
-
-
-def _run_restarting(
-    start: PreparedRun, callbacks: Sequence[Callback], hearing: Sequence[Callback], most: int, *, accept_changes: bool
-) -> TrainResult:
-    """Run the ranks; if one died or hung, restart them from the newest checkpoint, at most `most` times."""
-    config = start.job.config
-    for restarts in range(1, most + 2):
-        job = start.job
-        try:
-            return run_ranks(
-                start,
-                lambda world, on_phase, job=job: train_rank(job, world, callbacks, on_phase),
-                asks_to_stop=True,
-                stacks=config.output / STACKS,
-            )
-        except (RankError, TransferError) as error:
-            if restarts > most:
-                raise
-            resume = find_resume(config, accept_changes=accept_changes) if has_checkpoint(config) else None
-            start = replace(start, job=replace(job, resume=resume))
-            only_of_first_start()
-            place = "its start" if resume is None else f"step {resume.step}"
-            call_back(hearing, "on_note", f"restart {restarts} of {most}, from {place}: {error}")
-    raise AssertionError("a run that neither ended nor was given up")
+    with RunFolder(start.config.output).saying_what_was_saved():
+        return on_ranks(work, start.ranks, gpus=start.gpus, max_restarts=max_restarts, asks_to_stop=True)
 
 
 def verify(
@@ -175,14 +110,7 @@ def verify(
     Raises:
         LengthwiseError: problems of the input, or the error that ended a rank.
     """
-    start = prepare(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, on_phase=on_phase)
-    job = start.job
-    if plan is not None:
-        check = whole_batch(job, read_plan(Path(plan), job, next(job.batches()).lengths))
-    else:
-        check = whole_batch(job) if full else part_of_batch(job)
-    if start.is_first:
-        on_start(check)
+    start = read_start(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds)
 
     def work(world: World, note: Callable[[str], None]) -> VerifyReport | None:
         def noted(phase: str) -> None:
@@ -190,12 +118,25 @@ def verify(
             if not world.rank:
                 on_phase(phase)
 
+        def read() -> VerifyBatch:
+            job = start.job(one_batch=True, before_model=world.claim_device)
+            if plan is not None:
+                return whole_batch(job, read_plan(Path(plan), job, next(job.batches()).lengths))
+            return whole_batch(job) if full else part_of_batch(job)
+
+        notes = list[str]()
         try:
-            return verify_rank(check, world, noted)
+            check, transport = join_with(world, read, timeout_seconds=timeout_seconds, on_phase=noted, say=notes.append)
+            agree_on_data(transport, check.job)
+            if not world.rank:
+                noted("")
+                on_start(check)
+                sys.stdout.flush()
+            return verify_rank(check, world, transport, noted, notes)
         finally:
             noted("")
 
-    return run_ranks(start, work)
+    return on_ranks(work, start.ranks, gpus=start.gpus)
 
 
 def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
@@ -225,11 +166,3 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
         got = f"{counted(plan.ranks, 'rank')} and {list(plan.tokens[:8])}..."
         raise PlanError(where, expected=expected, got=got, remedy="Plan the lengths of the first global batch.")
     return plan
-
-
-def _inputs(config: RunConfig) -> list[Path]:
-    """Return all paths that the run reads; hub names are not paths."""
-    sources = (*config.data, *(config.eval.data if config.eval else ()))
-    names = (name for name in (config.model, config.tokenizer_name) if Path(name).is_absolute())
-    adapter = [config.lora.adapter] if config.lora and config.lora.adapter else []
-    return [*map(Path, names), *adapter, *(source.path for source in sources if source.path is not None)]

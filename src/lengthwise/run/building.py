@@ -1,16 +1,14 @@
-"""Join the ranks of a run, and open a session of its model: for `train`, and for `verify`, which thereby tests it."""
+"""Open a session of a run's model: for `train`, and for `verify`, which thereby tests it."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 
-from lengthwise.comm import Transport, World, agree, join
-from lengthwise.config import dump_config
+from lengthwise.comm import Transport, World, agree
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.whole_optimizer import optimizer_of
@@ -21,26 +19,6 @@ from lengthwise.run.job import Job
 from lengthwise.session import Session
 from lengthwise.session.settings import SessionSettings
 from lengthwise.session.start import Start
-
-
-def connect(
-    world: World, job: Job, on_phase: Callable[[str], None], say: Callable[[str], None] | None = None
-) -> Transport:
-    """Join the ranks of the run, and check that all of them read the same run file and data.
-
-    say: called with the choice of the transport, and its reason.
-
-    Raises:
-        RankError: a rank read other settings or data.
-    """
-    transport = join(world, timeout_seconds=job.timeout_seconds, on_phase=on_phase, say=say)
-    if world.world_size == 1:
-        return transport
-    data = hashlib.sha256(dump_config(job.config).encode())
-    for dataset in filter(None, (job.dataset, job.eval_dataset)):
-        data.update(dataset.digest())
-    agree(transport, data.digest(), "run file and data")
-    return transport
 
 
 def open_session(

@@ -1,4 +1,4 @@
-"""Check a run file, its model and its data against each other, before any process starts.
+"""Check a run file, its model and its data against each other, before the ranks meet.
 
 Defaults that depend on model and device (precision, learning rate, schedule, warm-up) are filled in here.
 """
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from lengthwise.comm import world_from_environment
-from lengthwise.comm.devices import call_apart
 from lengthwise.config import (
     FRESH_RATE,
     LOADED_RATE,
@@ -101,8 +100,12 @@ def prepare_job(
     resume: Resume | None = None,
     chosen: Mapping[str, str] | None = None,
     one_batch: bool = False,
+    before_model: Callable[[], None] = lambda: None,
 ) -> Job:
-    """Find the model, read the data and check one against the other. one_batch: read only one batch of a stream.
+    """Find the model, read the data and check one against the other.
+
+    one_batch: read only one batch of a stream. before_model: called before the model's modules are imported or made,
+    which may start CUDA; data may be read by forked processes before that.
 
     Raises:
         LengthwiseError: one error has all problems.
@@ -128,8 +131,9 @@ def prepare_job(
         attempt(lambda: check_steps(config.optimizer, steps.num_steps))
         attempt(lambda: resume and resume.check_within(steps.num_steps))
     facts, cost = None, None
+    before_model()
     if model:
-        facts = attempt(partial(call_apart, partial(_facts_of, config, model, gpus=gpus), gpus=gpus))
+        facts = attempt(partial(_facts_of, config, model, gpus=gpus))
     if model and facts:
         measured = partial(_measured_cost, config, model, ranks=ranks, gpus=gpus, adapters=facts.adapters)
         cost = attempt(measured)
@@ -252,15 +256,13 @@ def check_room(model: ModelSource, parameters: int) -> None:
 def _measured_cost(
     config: RunConfig, model: ModelSource, *, ranks: int, gpus: int, adapters: int | None
 ) -> Cost | None:
-    """Read the costs of the run's file of measurements, or return None without a file.
-
-    The number of threads is checked only if this process starts several CPU ranks; other launchers set it themselves.
-    """
+    """Read the costs of the run's file of measurements, or return None without a file."""
     if config.measurements in (None, MEASURE_AT_START, MEASURE_NOTHING):
         return None
     shape = shape_from_config(model.config.to_dict())
-    known = ranks > 1 and not gpus and world_from_environment() is None
-    threads = threads_of_each(ranks) if known else None
+    threads = None
+    if ranks > 1 and not gpus:
+        threads = torch.get_num_threads() if world_from_environment() else threads_of_each(ranks)
     return cost_from_measurements(
         config.measurements,
         shape,

@@ -38,7 +38,6 @@ from lengthwise.run.callbacks import Callback, EvalMetrics, FinishedStep, NotFin
 from lengthwise.run.lines import COUNTED, LEDGER, LINES, METRICS, OLD_LEDGER, StepLine, lines_up_to, missing_lines
 from lengthwise.run.resume import EARLIER, MODEL, Resume
 from lengthwise.run.resume import FOLDER as CHECKPOINTS
-from lengthwise.run.stacks import FOLDER as STACKS
 from lengthwise.run.trackers import TENSORBOARD
 from lengthwise.run.writes import Writes, insist
 
@@ -46,7 +45,7 @@ CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
 BEST = "model-best"  # the model of the best evaluation, see `run.evaluation`
 _BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
-_FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS, CHECKPOINTS, STACKS, TENSORBOARD)
+_FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS, CHECKPOINTS, TENSORBOARD)
 _FILES = (CONFIG, _AGENT, EARLIER, "measurements.json", *LINES)
 _LOCK = "run.lock"
 _PLAN = re.compile(r"step-([0-9]{6,18})\.json\.gz")
@@ -77,6 +76,15 @@ class RunFolder(Callback):
         return self.path / MODEL
 
     @contextlib.contextmanager
+    def saying_what_was_saved(self) -> Iterator[None]:
+        """Make a KeyboardInterrupt of the block say in its argument what was saved in it."""
+        before = self._saved()
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(self._saved_since(before)) from None
+
+    @contextlib.contextmanager
     def claimed(self, *, overwrite: bool, resume: bool = False, inputs: Sequence[Path] = ()) -> Iterator[None]:
         """Keep other runs out of the folder inside the block; unless `resume`, call `check_free`.
 
@@ -84,18 +92,14 @@ class RunFolder(Callback):
 
         Raises:
             OutputError: another run is writing there, or see `check_free`.
-            KeyboardInterrupt: the block was interrupted; its argument says what was saved.
         """
         made = [each for each in (self.path, *self.path.parents) if not each.exists()]
         with self.writing(OutputError):
             lock = self._lock() if self.path.is_dir() or not self.path.exists() else None
-        before = self._saved()
         try:
             if not resume:
                 self.check_free(overwrite=overwrite, inputs=inputs)
             yield
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(self._saved_since(before)) from None
         finally:
             if lock is not None:
                 (self.path / _LOCK).unlink(missing_ok=True)
@@ -105,14 +109,14 @@ class RunFolder(Callback):
                     each.rmdir()
 
     def is_restart(self, agent: str | None) -> bool:
-        """Return whether this torchrun agent is restarting the run that is in the folder."""
+        """Return whether this agent is restarting the run that is in the folder."""
         try:
             return agent is not None and (self.path / _AGENT).read_text(encoding="utf-8") == agent
         except (OSError, UnicodeDecodeError):
             return False
 
     def note_agent(self, agent: str | None) -> None:
-        """Note the torchrun agent that may restart the run, if there is one."""
+        """Note the agent that may restart the run, if there is one."""
         with self.writing():
             (self.path / _AGENT).unlink(missing_ok=True)
             if agent is not None:

@@ -1,66 +1,60 @@
-"""Start one process per rank on this machine, watch them, and return the result of rank 0.
+"""Run a function on every rank: those of torchrun or mpirun, or local ones, which torch's elastic agent starts here.
 
-Children are forked after the imports: 16 ranks start in under half a second, and share the data that the parent read.
-If a rank ends early, the run ends. The parent raises the first error that is not about a lost peer, and names a killed
-rank with its last step and phase.
+Local ranks are forked after the imports: 16 ranks start in under half a second. If a rank ends early, all end. The
+launcher raises the first error that is not about a lost peer, and names a killed rank with its last step and phase.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import fcntl
+import json
+import math
 import mmap
-import multiprocessing
 import os
-import re
+import secrets
 import signal
-import stat
-import tempfile
+import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from io import FileIO
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkProcess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from lengthwise.comm import World
+from lengthwise.comm import World, world_from_environment
 from lengthwise.comm.devices import has_started_cuda
-from lengthwise.core.errors import CallbackError, ConfigError, LengthwiseError, RankError, TransferError
+from lengthwise.core.errors import (
+    CallbackError,
+    ConfigError,
+    LengthwiseError,
+    Problems,
+    RankError,
+    TransferError,
+    as_values,
+    from_values,
+)
 from lengthwise.core.processes import end_with_parent, let_threads_end
-from lengthwise.run.stacks import keep_stacks, write_stacks
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
 """The function that a rank runs, from its world and a function that notes its phase, to its result."""
 
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 3.0  # after the first rank has ended, for the others, one of which may know the cause
+_POLL_SECONDS = 0.05
 _ROW_BYTES = 128
-_PLACE, _LOCK = "lengthwise-", "lock"
-_LEFT = re.compile(rf"{_LOCK}|rendezvous")  # files that a launcher and its ranks write there
+_INTERRUPTED = b"interrupted"  # in place of a rank's error
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class StatusBoard:
-    """The last phase of every rank, in memory that outlives the ranks."""
-
-    def __init__(self, ranks: int) -> None:
-        self._memory = mmap.mmap(-1, ranks * _ROW_BYTES)
-
-    def note(self, rank: int, phase: str) -> None:
-        """Set the phase of `rank`."""
-        row = phase.encode()[:_ROW_BYTES].ljust(_ROW_BYTES, b"\0")
-        self._memory[rank * _ROW_BYTES : (rank + 1) * _ROW_BYTES] = row
-
-    def last_seen(self, rank: int) -> str:
-        """Return the last phase of `rank`."""
-        row = self._memory[rank * _ROW_BYTES : (rank + 1) * _ROW_BYTES]
-        return row.rstrip(b"\0").decode(errors="replace") or "start"
+_AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 class StopRequest:
@@ -149,68 +143,6 @@ def _ending_at_the_second() -> Iterator[None]:
         os.close(reader)
 
 
-def launch(
-    work: RankMain[Result], ranks: int, *, asks_to_stop: bool = False, gpus: int = 0, stacks: Path | None = None
-) -> Result:
-    """Run `work` on `ranks` local ranks, a single one in this process, and return the result of rank 0.
-
-    asks_to_stop: `work` listens to Ctrl-C, SIGTERM and SIGHUP itself, so only a second signal ends the ranks. gpus:
-    number of GPUs of this machine that the ranks use. stacks: folder for the stacks of the ranks after a timeout
-    (`run.stacks`).
-
-    Raises:
-        LengthwiseError: the error of a rank, or RankError if a rank died.
-        ConfigError: this process has started CUDA, which does not survive a fork.
-        KeyboardInterrupt: a signal ended the ranks.
-    """
-    if ranks == 1:
-        return work(World(rank=0, world_size=1, gpus=gpus), lambda _phase: None)
-    if gpus and has_started_cuda():
-        expected, got = "a process without CUDA, from which ranks can be forked", "a process that has started CUDA"
-        remedy = "Start the ranks by torchrun, or start this run before its process uses a GPU."
-        raise ConfigError(f"{ranks} ranks", expected=expected, got=got, remedy=remedy)
-    with _meeting_place() as folder, StopRequest(announces=asks_to_stop).listening() as stop:
-        return _Children(work, ranks, folder / "rendezvous", gpus).outcome(stop, asks=asks_to_stop, stacks=stacks)
-
-
-@contextlib.contextmanager
-def _meeting_place() -> Iterator[Path]:
-    """Yield a temporary folder, locked while its launcher or one of its ranks lives.
-
-    A killed launcher leaves its folder; the next launcher on this machine removes it.
-    """
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PLACE}*"):
-        with contextlib.suppress(OSError):  # its owner lives, or another start removes it
-            _remove_left(folder)
-    is_ours = False
-    while not is_ours:
-        with (
-            tempfile.TemporaryDirectory(prefix=_PLACE, ignore_cleanup_errors=True) as folder,
-            (Path(folder) / _LOCK).open("wb") as file,
-        ):
-            fcntl.flock(file, fcntl.LOCK_EX)
-            is_ours = Path(file.name).exists()  # another launcher may have removed the folder before it was locked
-            if is_ours:
-                yield Path(folder)
-
-
-def _remove_left(folder: Path) -> None:
-    """Remove a folder that a launcher of this user left, if it has no other files and no living owner."""
-    found = {each: each.lstat() for each in sorted(folder.iterdir(), reverse=True)}  # the lock is removed last
-    if not all(stat.S_ISREG(each.st_mode) and _LEFT.fullmatch(path.name) for path, each in found.items()):
-        return
-    if {each.st_uid for each in (folder.lstat(), *found.values())} != {os.getuid()} or folder.is_symlink():
-        return
-    lock = os.open(folder / _LOCK, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        for path in found:
-            path.unlink()
-        folder.rmdir()
-    finally:
-        os.close(lock)
-
-
 def threads_of_each(ranks: int) -> int:
     """Return the number of threads of a local rank: OMP_NUM_THREADS, or an even share of the cores.
 
@@ -219,139 +151,249 @@ def threads_of_each(ranks: int) -> int:
     return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else max(1, (os.cpu_count() or 1) // ranks)
 
 
-class _Children:
-    def __init__(self, work: RankMain[Any], ranks: int, rendezvous: Path, gpus: int) -> None:
-        self._board = StatusBoard(ranks)
-        self._pipes: list[Connection] = []
-        self._processes: list[ForkProcess] = []
-        self._results: dict[int, Any] = {}
-        self._errors: dict[int, LengthwiseError] = {}
-        self._stacks = [
-            tempfile.TemporaryFile(dir=rendezvous.parent, buffering=0)  # noqa: SIM115 - until `_end_all`
-            for _ in range(ranks)
-        ]
-        context = multiprocessing.get_context("fork")
-        let_threads_end()
-        for rank in range(ranks):
-            ours, theirs = context.Pipe(duplex=False)
-            world = World(
-                rank=rank, world_size=ranks, local_rank=rank, local_size=ranks, rendezvous=rendezvous, gpus=gpus
-            )
-            process = context.Process(
-                target=_child,
-                args=(work, world, theirs, self._board, os.getpid(), self._stacks[rank]),
-                name=f"rank {rank}",
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+class _OneNode(RendezvousHandler):
+    """The rendezvous of an agent without other nodes: it opens no port, and starts no thread beside the fork."""
 
-    def outcome(self, stop: StopRequest, *, asks: bool, stacks: Path | None) -> Any:
+    def __init__(self) -> None:
+        self._id = secrets.token_hex(8)
+
+    def get_backend(self) -> str:
+        return "one node"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class _SameStreams(LogsSpecs):
+    """Leaves the ranks this process's standard streams, and makes no folder of logs."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        streams = dict.fromkeys(envs, "")
+        return LogsDest(stdouts=streams, stderrs=streams, error_files=dict.fromkeys(envs, os.devnull))
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull
+
+
+class _Agent(LocalElasticAgent):
+    """torch's agent, which raises the error that ended the ranks, and passes signals on.
+
+    A rank that fails writes its error into memory that it shares with this process, and exits. The others then lose it
+    and exit too; those that have not after `_GRACE_SECONDS` are killed. stop: the signals of this process.
+    asks_to_stop: as in `on_ranks`.
+    """
+
+    def __init__(
+        self, work: RankMain[Any], ranks: int, *, gpus: int, max_restarts: int, stop: StopRequest, asks_to_stop: bool
+    ) -> None:
+        self._work, self._gpus, self._launcher = work, gpus, os.getpid()
+        self._stop, self._asks_to_stop, self._passed_on = stop, asks_to_stop, False
+        self._phases = mmap.mmap(-1, ranks * _ROW_BYTES)
+        self._memory: list[int] = []  # files without a name: where ranks meet, and an error of each
+        self._ended: dict[int, int] = {}  # exit codes; -n is signal n
+        self._deadline = math.inf
+        self._error: LengthwiseError | None = None
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=ranks,
+            rdzv_handler=_OneNode(),
+            entrypoint=self._be_rank,
+            max_restarts=max_restarts,
+            monitor_interval=_POLL_SECONDS,
+        )
+        super().__init__(spec, _SameStreams(), start_method="fork")
+
+    def outcome(self) -> Any:
+        """Run the ranks to their end; return the result of rank 0, or raise what ended them."""
         try:
-            self._watch(stop, asks=asks)
-            own = [error for _, error in sorted(self._errors.items()) if not isinstance(error, TransferError)]
-            timed_out = bool(self._errors) and not own
-            # Read before stacks are asked for, which continues a stopped rank for a while.
-            seen = [f"last seen in {self._board.last_seen(rank)}" for rank in range(len(self._processes))]
-            alive = {rank: each.pid for rank, each in enumerate(self._processes) if each.pid and each.is_alive()}
-            kept = keep_stacks(self._stacks, seen, alive, stacks) if stacks is not None and timed_out else ""
+            result = self.run()
         finally:
-            self._end_all()
-        if timed_out:
-            raise self._with_silent_ranks(min(self._errors.items())[1], seen, kept)
-        if own:
-            raise own[0]
-        return self._results[0]
+            self._forget()
+        if self._error is not None and result.is_failed():
+            raise self._error
+        return result.return_values[0]
 
-    def _with_silent_ranks(self, error: LengthwiseError, seen: Sequence[str], stacks: str) -> LengthwiseError:
-        """Add the ranks that never answered, one of which caused the timeout, and the place of the stacks."""
-        silent = [rank for rank in range(len(self._processes)) if rank not in {*self._results, *self._errors}]
-        if not silent:
-            remedy = f"{error.remedy}{stacks}"
-            return type(error)(error.where, expected=error.expected, got=error.got, remedy=remedy)
-        got = f"{error.got}; no report from {'; '.join(f'rank {rank}, {seen[rank]}' for rank in silent)}"
-        them = "this rank is" if len(silent) == 1 else "these ranks are"
-        remedy = f"Find what {them} waiting for, then start again.{stacks}"
-        return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)
+    def _forget(self) -> None:
+        for file in self._memory:
+            os.close(file)
+        self._memory, self._ended, self._deadline = [], {}, math.inf
 
-    def _watch(self, stop: StopRequest, *, asks: bool) -> None:
-        passed_on, deadline = False, float("inf")
-        running = dict(enumerate(self._pipes))
-        while running and time.monotonic() < deadline:
-            ready = wait(list(running.values()), timeout=0.2)
-            if stop.signal is not None and not passed_on:
-                passed_on = True
-                for process in self._processes:
-                    if process.pid is not None and process.is_alive():
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(process.pid, stop.signal)
-            if stop.times > asks:
-                raise KeyboardInterrupt  # asked twice, or the ranks do not listen: end them
-            for rank, pipe in list(running.items()):
-                if pipe in ready:
-                    del running[rank]
-                    self._receive(rank, pipe)
-            if self._errors and deadline == float("inf"):
-                deadline = time.monotonic() + _GRACE_SECONDS  # another rank may report the root cause
-
-    def _receive(self, rank: int, pipe: Connection) -> None:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._forget()
+        self._passed_on = False
+        self._memory = [os.memfd_create("lengthwise") for _ in range(1 + len(worker_group.workers))]
+        self._phases[:] = bytes(len(self._phases))
+        sys.stdout.flush()  # or every rank would write what is left there
+        let_threads_end()
+        os.environ[_AGENT_SIGNALS] = ""  # the agent would replace the handlers of `StopRequest`
         try:
-            kind, value = pipe.recv()
-        except EOFError:
-            kind, value = "error", self._death(rank)
-        if kind == "interrupted":
-            raise KeyboardInterrupt
-        received = self._results if kind == "result" else self._errors
-        received[rank] = value
+            return super()._start_workers(worker_group)
+        finally:
+            del os.environ[_AGENT_SIGNALS]
 
-    def _death(self, rank: int) -> RankError:
-        process = self._processes[rank]
-        process.join(_GRACE_SECONDS)
-        code = process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit status {code}"
-        where, got = f"rank {rank}, {self._board.last_seen(rank)}", f"its process died ({how})"
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._pcontext is not None, "the ranks have been started"
+        pids = self._pcontext.pids()
+        if self._stop.times > self._asks_to_stop:
+            raise KeyboardInterrupt  # asked twice, or the ranks do not listen: end them
+        if self._stop.signal is not None and not self._passed_on:
+            self._passed_on = True
+            for rank in pids.keys() - self._ended.keys():
+                os.kill(pids[rank], self._stop.signal)
+        self._ended |= {rank: code for rank, pid in pids.items() if (code := _exit_code(pid)) is not None}
+        if not self._ended:
+            result = super()._monitor_workers(worker_group)
+            if not result.is_failed():
+                return result
+            self._ended = {rank: failed.exitcode for rank, failed in result.failures.items()}
+        self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
+        if len(self._ended) < len(pids) and time.monotonic() < self._deadline:
+            return RunResult(state=WorkerState.HEALTHY)
+        self._error = self._cause(len(pids))
+        if not isinstance(self._error, RankError | TransferError):
+            self._remaining_restarts = 0  # it would come again
+        return RunResult(state=WorkerState.FAILED)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
+        del death_sig  # to ranks, SIGTERM is a request to save and stop
+        super()._shutdown(signal.SIGKILL, timeout)
+
+    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
+        return Event(state, source)  # without the host's name, for which the base class asks the network
+
+    def _cause(self, ranks: int) -> LengthwiseError:
+        """Return the error of a rank that failed by itself, else of one that lost or waited for another."""
+        errors = dict[int, LengthwiseError]()
+        for rank in range(ranks):
+            report = os.pread(self._memory[1 + rank], os.fstat(self._memory[1 + rank]).st_size, 0)
+            code = self._ended.get(rank)
+            if report == _INTERRUPTED or (code is not None and code == -(self._stop.signal or math.nan)):
+                raise KeyboardInterrupt
+            if report:
+                problems = from_values(json.loads(report))
+                errors[rank] = problems[0] if len(problems) == 1 else Problems(problems)
+            elif code is not None:
+                errors[rank] = self._death(rank, code)
+        own = [error for _, error in sorted(errors.items()) if not isinstance(error, TransferError)]
+        if own:
+            return own[0]
+        error, silent = min(errors.items())[1], [rank for rank in range(ranks) if rank not in errors]
+        if not silent:
+            return error
+        seen = "; ".join(f"rank {rank}, last seen in {self._last_seen(rank)}" for rank in silent)
+        them = "this rank is" if len(silent) == 1 else "these ranks are"
+        remedy = f"Find what {them} waiting for, then start again."
+        return type(error)(
+            error.where, expected=error.expected, got=f"{error.got}; no report from {seen}", remedy=remedy
+        )
+
+    def _death(self, rank: int, code: int) -> RankError:
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        where, got = f"rank {rank}, {self._last_seen(rank)}", f"its process died ({how})"
         remedy = "The system often sends SIGKILL when memory runs out: lower capacity_tokens, then start again."
         return RankError(where, expected="the rank to finish", got=got, remedy=remedy)
 
-    def _end_all(self) -> None:
-        for process in self._processes:
-            process.join(0.0 if len(self._results) < len(self._processes) else _GRACE_SECONDS)
-            if process.is_alive():
-                process.kill()
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.join()
-            pipe.close()
-        for file in self._stacks:
-            file.close()
+    def _note(self, rank: int, phase: str) -> None:
+        row = phase.encode()[:_ROW_BYTES].ljust(_ROW_BYTES, b"\0")
+        self._phases[rank * _ROW_BYTES : (rank + 1) * _ROW_BYTES] = row
 
+    def _last_seen(self, rank: int) -> str:
+        row = self._phases[rank * _ROW_BYTES : (rank + 1) * _ROW_BYTES]
+        return row.rstrip(b"\0").decode(errors="replace") or "start"
 
-def _child(
-    work: RankMain[Any], world: World, pipe: Connection, board: StatusBoard, launcher: int, stacks: FileIO
-) -> None:
-    end_with_parent(launcher)
-    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    # A forked child hangs in its first threaded operation if the parent ever ran one: set one thread first.
-    threads = threads_of_each(world.world_size)
-    torch.set_num_threads(1)
-    torch.set_num_threads(threads)
-    with StopRequest().listening():
+    def _be_rank(self) -> Any:
+        """Run the work on the rank that this process is; exit if it fails, with the error in the shared memory."""
+        end_with_parent(self._launcher)
+        for number in _ASKING:
+            if not _is_ignored(number):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        found = world_from_environment()
+        assert found is not None, "the agent has set it"
+        # A forked child hangs in its first threaded operation if the parent ever ran one: set one thread first.
+        threads = threads_of_each(found.world_size)
+        torch.set_num_threads(1)
+        torch.set_num_threads(threads)
+        meeting = Path(f"/proc/self/fd/{self._memory[0]}")
+        ended = "" if self._error is None else str(self._error)
+        world = replace(found, rendezvous=meeting, gpus=self._gpus, ended=ended)
         try:
-            result = work(world, lambda phase: board.note(world.rank, phase))
-            message = ("result", None if world.rank else result)
-        except LengthwiseError as error:
-            if isinstance(error, CallbackError) and error.__cause__ is not None:  # pickling loses the cause
+            result = self._work(world, partial(self._note, world.rank))
+            for number in _ASKING:
+                signal.signal(number, signal.SIG_IGN)  # the work is done; the agent takes the result
+            return None if world.rank else result
+        except KeyboardInterrupt:
+            report, status = _INTERRUPTED, 128 + signal.SIGINT
+        except BaseException as error:  # noqa: BLE001 - the launcher must know of any error
+            problem = self._problem(error, world.rank)
+            problems = problem.problems if isinstance(problem, Problems) else [problem]
+            report, status = json.dumps(as_values(problems)).encode(), problem.exit_status
+        os.pwrite(self._memory[1 + world.rank], report, 0)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status)
+
+    def _problem(self, error: BaseException, rank: int) -> LengthwiseError:
+        """Return the error as the launcher raises it; print the traceback that it would lack."""
+        if isinstance(error, LengthwiseError):
+            if isinstance(error, CallbackError) and error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
-            if isinstance(error, TransferError):
-                with contextlib.suppress(OSError):
-                    write_stacks(stacks, error)
-            message = ("error", error)
-        except KeyboardInterrupt:  # all ranks were asked to stop before they began
-            message = ("interrupted", None)
-        except BaseException as error:  # noqa: BLE001 - the parent must know of any error
-            where, expected = f"rank {world.rank}, {board.last_seen(world.rank)}", "the rank to finish"
-            got, remedy = f"{type(error).__name__}: {error}", "This is a defect of lengthwise: please report it."
-            traceback.print_exc()
-            message = ("error", RankError(where, expected=expected, got=got, remedy=remedy))
-        pipe.send(message)
-    os._exit(message[1].exit_status if message[0] == "error" else 0)
+            return error
+        traceback.print_exception(error)
+        where, got = f"rank {rank}, {self._last_seen(rank)}", f"{type(error).__name__}: {error}"
+        remedy = "This is a defect of lengthwise: please report it."
+        return RankError(where, expected="the rank to finish", got=got, remedy=remedy)
+
+
+def _exit_code(pid: int) -> int | None:
+    """Return the exit code of a child that has ended, -n after signal n, and leave it to be waited for; else None."""
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # waited for, as all have ended
+        return None
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def on_ranks(
+    work: RankMain[Result], ranks: int, *, gpus: int = 0, max_restarts: int = 0, asks_to_stop: bool = False
+) -> Result:
+    """Run `work` on every rank; return its result on the rank that this process is, or rank 0's.
+
+    Under torchrun or mpirun, and if the run has one rank, this process is a rank. Otherwise it starts `ranks` local
+    processes, and starts all of them again, at most `max_restarts` times, after one died or hung. gpus: number of GPUs
+    of this machine that the ranks use. asks_to_stop: `work` listens to Ctrl-C, SIGTERM and SIGHUP itself, so only a
+    second signal ends the ranks.
+
+    Raises:
+        LengthwiseError: the error of a rank, or RankError if a rank died.
+        ConfigError: this process has started CUDA, which does not survive a fork.
+        KeyboardInterrupt: a signal ended the ranks.
+    """
+    found = World(rank=0, world_size=1) if ranks == 1 else None
+    if (world := world_from_environment() or found) is not None:
+        return work(replace(world, gpus=gpus), lambda _phase: None)
+    if gpus and has_started_cuda():
+        expected, got = "a process without CUDA, from which ranks can be forked", "a process that has started CUDA"
+        remedy = "Start the ranks by torchrun, or start this run before its process uses a GPU."
+        raise ConfigError(f"{ranks} ranks", expected=expected, got=got, remedy=remedy)
+    with StopRequest(announces=asks_to_stop).listening() as stop:
+        agent = _Agent(work, ranks, gpus=gpus, max_restarts=max_restarts, stop=stop, asks_to_stop=asks_to_stop)
+        return agent.outcome()

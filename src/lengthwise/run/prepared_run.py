@@ -1,10 +1,10 @@
-"""The common beginning of `train` and `verify`: from a run file, or its values, to a checked job and its ranks."""
+"""The common beginning of `train` and `verify`: from a run file, or its values, to joined ranks with a checked job."""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,14 +15,18 @@ from typing import Any, TypeVar
 import torch
 
 from lengthwise.comm import (
+    Transport,
     World,
+    agree,
     built_for_gpus,
     count_gpus,
     find_gpus,
     has_unused_gpu,
+    join,
+    raise_together,
     world_from_environment,
 )
-from lengthwise.config import RunConfig, build_config, load_config
+from lengthwise.config import RunConfig, build_config, dump_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.faults import asked_faults
 from lengthwise.core.sizes import MOST_RANKS, read_whole
@@ -31,9 +35,7 @@ from lengthwise.engine.shortage import free_bytes
 from lengthwise.profiler.place import device_bytes, first_gpu_name
 from lengthwise.run.checks import check_room, prepare_job, settle
 from lengthwise.run.job import Job
-from lengthwise.run.launch import launch
 from lengthwise.run.resume import Resume
-from lengthwise.run.stacks import with_own_stacks
 from lengthwise.setup import Machine, resolve
 
 _LONGEST_SECONDS = 10**6  # eleven days; gloo counts milliseconds in 31 bits
@@ -44,35 +46,56 @@ Run = RunConfig | str | Path | Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRun:
-    """A checked job, and torchrun's world, or None if this process starts the ranks."""
+class RunStart:
+    """The checked settings of a run and its machine, before its ranks read model and data.
 
-    job: Job
-    world: World | None
+    ranks: number of processes. gpus: number of GPUs of this machine that the run uses. gpu_name: name of the first.
+    chosen: reasons of defaults, by key.
+    """
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this process reports for the run: without torchrun, or on its rank 0."""
-        return self.world is None or self.world.rank == 0
+    config: RunConfig
+    ranks: int
+    gpus: int
+    gpu_name: str | None
+    timeout_seconds: float
+    chosen: Mapping[str, str]
+
+    def job(
+        self, *, resume: Resume | None = None, one_batch: bool = False, before_model: Callable[[], None] = lambda: None
+    ) -> Job:
+        """Read model and data, and check them; other arguments are those of `prepare_job`.
+
+        Raises:
+            LengthwiseError: one error has all problems of model and data.
+        """
+        job = prepare_job(
+            self.config,
+            ranks=self.ranks,
+            timeout_seconds=self.timeout_seconds,
+            gpus=self.gpus,
+            gpu_name=self.gpu_name,
+            resume=resume,
+            chosen=self.chosen,
+            one_batch=one_batch,
+            before_model=before_model,
+        )
+        return settle_shard(job)
 
 
-def prepare(
+def read_start(
     run: Run,
     overrides: Sequence[str],
     *,
     ranks: int | None,
     timeout_seconds: float,
-    claim: Callable[[RunConfig], Resume | None] | None = None,
-    on_phase: Callable[[str], None] = lambda _phase: None,
-) -> PreparedRun:
-    """Read the run file, find the ranks and check the job.
+    check: Callable[[RunConfig], None] = lambda _config: None,
+) -> RunStart:
+    """Read the run file and find the number of ranks; nothing of model and data is read yet.
 
-    claim: the verb's own check of the settings, called in the first process; it returns the checkpoint to continue
-    from. on_phase: called there with the progress, and with "" at the end.
+    check: the verb's own check of its arguments, or of the settings.
 
     Raises:
-        LengthwiseError: one error has all problems of arguments and settings; the next one, as finding them takes
-            longer, all problems of model and data.
+        LengthwiseError: one error has all problems of arguments and settings.
     """
     quiet_libraries()
     collector = Collector()
@@ -82,33 +105,55 @@ def prepare(
     collector.attempt(asked_faults)
     config = collector.attempt(lambda: _settings(run, overrides))
     gpus = None if config is None else collector.attempt(partial(count_used_gpus, config.device))
-    found, chosen = None, {}
     if config is not None:
-        config, chosen = settle(config, gpus=gpus or 0)
-        if claim is not None and (world is None or world.rank == 0):
-            found = collector.attempt(partial(claim, config))
+        collector.attempt(partial(check, config))
     collector.raise_all()
     assert config is not None, "a run file that was not read must have been a problem"
     assert gpus is not None, "a missing device must have been a problem"
-    number = world.world_size if world is not None else ranks or max(1, gpus)
-    name = first_gpu_name() if gpus else None
-    if world is None or world.rank == 0:
-        on_phase("reading model and data")
-    try:
-        job = prepare_job(
-            config,
-            ranks=number,
-            timeout_seconds=timeout_seconds,
-            gpus=gpus,
-            gpu_name=name,
-            resume=found,
-            chosen=chosen,
-            one_batch=claim is None,
-        )
-        job = settle_shard(job)
-    finally:
-        on_phase("")
-    return PreparedRun(job=job, world=replace(world, gpus=gpus) if world is not None else None)
+    config, chosen = settle(config, gpus=gpus)
+    return RunStart(
+        config=config,
+        ranks=world.world_size if world else ranks or max(1, gpus),
+        gpus=gpus,
+        gpu_name=first_gpu_name() if gpus else None,
+        timeout_seconds=timeout_seconds,
+        chosen=chosen,
+    )
+
+
+def join_with(
+    world: World,
+    make: Callable[[], Result],
+    *,
+    timeout_seconds: float,
+    on_phase: Callable[[str], None],
+    say: Callable[[str], None] | None = None,
+) -> tuple[Result, Transport]:
+    """Return what `make` returns on this rank, and the transport of all ranks, which join after it. Collective.
+
+    Raises:
+        LengthwiseError: `make` raised it on this rank or another; raised on all ranks.
+    """
+    problems = Collector()
+    on_phase("reading model and data")
+    made = problems.attempt(make)
+    transport = join(world, timeout_seconds=timeout_seconds, on_phase=on_phase, say=say)
+    raise_together(transport, problems.problems)
+    assert made is not None, "what was not made must have been a problem"
+    return made, transport
+
+
+def agree_on_data(transport: Transport, job: Job) -> None:
+    """Check that all ranks read the same run file and data. Collective.
+
+    Raises:
+        RankError: a rank read others.
+    """
+    if transport.world_size > 1:
+        data = hashlib.sha256(dump_config(job.config).encode())
+        for dataset in filter(None, (job.dataset, job.eval_dataset)):
+            data.update(dataset.digest())
+        agree(transport, data.digest(), "run file and data")
 
 
 def settle_shard(job: Job) -> Job:
@@ -136,7 +181,7 @@ def settle_shard(job: Job) -> Job:
 
 def _ranks_here(job: Job) -> int:
     world = world_from_environment()
-    return job.ranks if world is None else world.local_size
+    return world.local_size if world else job.ranks
 
 
 def _bytes_of_a_rank(job: Job) -> float | None:
@@ -177,24 +222,6 @@ def _check_timeout(timeout_seconds: float) -> None:
     if not (isinstance(timeout_seconds, int | float) and 0 < timeout_seconds <= _LONGEST_SECONDS):
         expected, got = f"a positive number, at most {_LONGEST_SECONDS:,}", str(timeout_seconds)
         raise ConfigError("timeout_seconds", expected=expected, got=got, remedy="Give seconds.")
-
-
-def run_ranks(
-    start: PreparedRun,
-    work: Callable[[World, Callable[[str], None]], Result],
-    *,
-    asks_to_stop: bool = False,
-    stacks: Path | None = None,
-) -> Result:
-    """Run `work` on torchrun's rank and return its result, or on local processes and return rank 0's.
-
-    asks_to_stop, stacks: see `launch`.
-    """
-    sys.stdout.flush()
-    if start.world is None:
-        return launch(work, start.job.ranks, asks_to_stop=asks_to_stop, gpus=start.job.gpus, stacks=stacks)
-    ranks_work = partial(work, start.world, lambda _phase: None)
-    return ranks_work() if stacks is None else with_own_stacks(ranks_work, stacks, start.world.rank)
 
 
 def count_used_gpus(device: str) -> int:

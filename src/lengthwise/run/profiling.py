@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
-from lengthwise.comm import World, join, world_from_environment
-from lengthwise.comm.devices import call_apart
+from lengthwise.comm import World, world_from_environment
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.measurements import Measurements
-from lengthwise.models import check_model_config, count_parameters, find_model
+from lengthwise.models import ModelSource, check_model_config, count_parameters, find_model
 from lengthwise.profiler.rank_profiler import ProfileSettings, open_store, profile
-from lengthwise.run.launch import launch, threads_of_each
-from lengthwise.run.prepared_run import count_used_gpus, quiet_libraries
+from lengthwise.run.launch import on_ranks, threads_of_each
+from lengthwise.run.prepared_run import count_used_gpus, join_with, quiet_libraries
 
 _TIMEOUT_SECONDS = 600.0
 
@@ -36,31 +34,31 @@ def profile_model(
     """
     quiet_libraries()
     problems = Collector()
-    world = problems.attempt(world_from_environment)
-    source = problems.attempt(lambda: find_model(model, weights="fresh"))
+    problems.attempt(world_from_environment)
     gpus = problems.attempt(lambda: count_used_gpus(device))
-    if source is not None:
-        problems.attempt(lambda: check_model_config(source.config))
-        problems.attempt(lambda: call_apart(lambda: count_parameters(source.config), gpus=gpus or 0))
     problems.raise_all()
-    assert source is not None, "a model that was not found must have been a problem"
     assert gpus is not None, "a missing device must have been a problem"
-    number = world.world_size if world else ranks or gpus or min(2, os.cpu_count() or 1)
+    launched = world_from_environment()
+    number = launched.world_size if launched else ranks or gpus or min(2, os.cpu_count() or 1)
     _check_clock(settings, threads=threads_of_each(number), gpus=gpus)
 
-    def work(ranked: World, on_phase: Callable[[str], None]) -> Measurements:
-        transport = join(ranked, timeout_seconds=_TIMEOUT_SECONDS, on_phase=on_phase)
-        store = open_store(ranked.device, disk, where=f"rank {ranked.rank}")
-        found = profile(source, ranked, transport, settings, store=store)
+    def work(world: World, on_phase: Callable[[str], None]) -> Measurements | None:
+        def read() -> ModelSource:
+            source = find_model(model, weights="fresh")
+            check_model_config(source.config)
+            world.claim_device()
+            count_parameters(source.config)
+            return source
+
+        source, transport = join_with(world, read, timeout_seconds=_TIMEOUT_SECONDS, on_phase=on_phase)
+        store = open_store(world.device, disk, where=f"rank {world.rank}")
+        found = profile(source, world, transport, settings, store=store)
         if store is not None:
             store.close()
         transport.close()
-        return found
+        return None if world.rank else found
 
-    if world is None:
-        return launch(work, number, gpus=gpus)
-    found = work(replace(world, gpus=gpus), lambda _phase: None)
-    return found if world.rank == 0 else None
+    return on_ranks(work, number, gpus=gpus)
 
 
 def _check_clock(settings: ProfileSettings, *, threads: int, gpus: int) -> None:

@@ -1,37 +1,62 @@
-"""A rank of a run from start to end: it joins the ranks, starts readers of data and callbacks, and trains."""
+"""A rank of a run from start to end: it reads model and data, joins the ranks, starts callbacks, and trains."""
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
-from lengthwise.comm import Transport, World
+from lengthwise.comm import Transport, World, from_first
+from lengthwise.config import RunConfig
+from lengthwise.core.errors import Collector
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.actors import serving
-from lengthwise.run.building import connect
 from lengthwise.run.callbacks import Callback, TrainResult, call_back
+from lengthwise.run.evaluation import read_best
 from lengthwise.run.feeds import FedRank, feeding
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.loop import train_steps
-from lengthwise.run.resume import shared_resume, torchrun_agent
+from lengthwise.run.prepared_run import RunStart, agree_on_data, join_with
+from lengthwise.run.resume import (
+    Resume,
+    find_resume,
+    has_checkpoint,
+    has_model,
+    is_finished,
+    shared_resume,
+    torchrun_agent,
+)
 from lengthwise.run.setup import set_up
 from lengthwise.run.trackers import Trackers
 
 
-def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: Callable[[str], None]) -> TrainResult:
-    """Train to the end, or until asked to stop; rank 0 saves the model.
+def train_rank(
+    start: RunStart,
+    world: World,
+    on_phase: Callable[[str], None],
+    *,
+    callbacks: Sequence[Callback],
+    overwrite: bool,
+    resume: bool | Literal["if_any"],
+    accept_changes: bool,
+) -> TrainResult:
+    """Read model and data, join the other ranks, and train to the end or until asked to stop; rank 0 saves the model.
 
     Raises:
+        LengthwiseError: one error, the same on all ranks, has all problems of output, model and data.
         NumericError: a loss, a gradient or a parameter is not finite; no model is saved.
     """
+    config = start.config
     with ExitStack() as ending, ExitStack() as stack:
         process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
-        folder = RunFolder(job.config.output, lambda line: call_back(callbacks, "on_note", line))
+        folder = RunFolder(config.output, lambda line: call_back(callbacks, "on_note", line))
         hearing = () if world.rank else (folder, *callbacks)
         say, show = partial(call_back, hearing, "on_note"), partial(call_back, hearing, "on_phase")
 
@@ -39,14 +64,36 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
             on_phase(phase)
             show(phase)
 
+        def read() -> Job:
+            problems, found = Collector(), None
+            if not world.rank:
+                asked = {"overwrite": overwrite, "resume": resume, "accept_changes": accept_changes}
+                found = problems.attempt(lambda: _claim(config, folder, stack, **asked))
+            job = problems.attempt(lambda: start.job(resume=found, before_model=world.claim_device))
+            problems.raise_all()
+            assert job is not None, "a job that was not made must have been a problem"
+            return job
+
         stack.callback(show, "")
-        transport = connect(world, job, note_phase, None if world.rank else say)
+        said = list[str]()
+        job, transport = join_with(
+            world, read, timeout_seconds=start.timeout_seconds, on_phase=note_phase, say=said.append
+        )
+        agree_on_data(transport, job)
         transport.phase = "start, what to go on from"
         stop = StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world))
         stack.enter_context(stop.listening())
+        job = replace(job, resume=shared_resume(job.resume, config, transport))
+        show("")
+        if (finished := _finished(job, transport)) is not None:
+            call_back(hearing, "on_end", finished)
+            transport.close()
+            return finished
+        call_back(hearing, "on_start", job)
+        for line in (*_restarted(world, job), *said):
+            say(line)
         trackers = stack.enter_context(Trackers(job, say))
         hearing = () if world.rank else (*hearing, trackers)
-        job = replace(job, resume=shared_resume(job.resume, job.config, transport))
         with _serving_rows(job, world, transport, say, ending):
             run = set_up(job, world, transport, process, hearing, stop, folder)
             try:
@@ -54,9 +101,77 @@ def train_rank(job: Job, world: World, callbacks: Sequence[Callback], on_phase: 
             finally:
                 run.close()
         transport.close()
-        if job.config.report_to:
+        if config.report_to:
             note_phase("the end of the reports to trackers")
-        return result
+    call_back(hearing, "on_end", result)
+    return result
+
+
+def _claim(
+    config: RunConfig,
+    folder: RunFolder,
+    stack: ExitStack,
+    *,
+    overwrite: bool,
+    resume: bool | Literal["if_any"],
+    accept_changes: bool,
+) -> Resume | None:
+    """Claim the output folder until `stack` ends; return the checkpoint to resume from, or None to begin anew.
+
+    Raises:
+        OutputError, Problems: the folder holds another run, or one that cannot be resumed.
+    """
+    goes_on = bool(resume)
+    if resume == "if_any" or folder.is_restart(torchrun_agent()):
+        goes_on = has_checkpoint(config)
+        overwrite = not goes_on and not has_model(config)
+    stack.enter_context(folder.claimed(overwrite=overwrite, resume=goes_on, inputs=_inputs(config)))
+    if not goes_on:
+        return None
+    found = find_resume(config, accept_changes=accept_changes)
+    folder.kept(found)  # refuse damaged files before anything changes
+    read_best(config.output)
+    return found
+
+
+def _inputs(config: RunConfig) -> list[Path]:
+    """Return all paths that the run reads; hub names are not paths."""
+    sources = (*config.data, *(config.eval.data if config.eval else ()))
+    names = (name for name in (config.model, config.tokenizer_name) if Path(name).is_absolute())
+    adapter = [config.lora.adapter] if config.lora and config.lora.adapter else []
+    return [*map(Path, names), *adapter, *(source.path for source in sources if source.path is not None)]
+
+
+def _finished(job: Job, transport: Transport) -> TrainResult | None:
+    """Return the result of a run that resumes after its last step, or None if steps or the model are missing.
+
+    Collective.
+    """
+    resume = job.resume
+    if resume is None or not from_first(transport, lambda: is_finished(job.config, resume, job.num_steps)):
+        return None
+    first_loss, last_loss = resume.losses
+    return TrainResult(
+        steps=resume.step,
+        num_tokens=0,
+        seconds=0.0,
+        first_loss=first_loss,
+        last_loss=last_loss,
+        metrics=None,
+        parameters=sum(math.prod(parameter.shape) for parameter in resume.manifest.parameters),
+        stopped_by=None,
+        folder=job.config.output,
+        skipped=resume.manifest.skipped,
+    )
+
+
+def _restarted(world: World, job: Job) -> list[str]:
+    """Return a line on why local ranks were started again, if they were."""
+    if not world.ended:
+        return []
+    number, most = (os.environ[f"TORCHELASTIC_{each}"] for each in ("RESTART_COUNT", "MAX_RESTARTS"))
+    place = "its start" if job.resume is None else f"step {job.resume.step}"
+    return [f"restart {number} of {most}, from {place}: {world.ended}"]
 
 
 def _is_alone(world: World) -> bool:

@@ -1,7 +1,7 @@
 """Resuming a run from the newest checkpoint in its output folder, which must have the same settings.
 
-Rank 0 finds the checkpoint and sends its step to the others, which read the same. Under torchrun the agent restarts all
-ranks with the same command after one died; the agent's name in the output folder distinguishes this from a first start.
+Rank 0 finds the checkpoint and sends its step to the others, which read the same. torch's agent restarts all ranks with
+the same command after one died; the agent's name in the output folder distinguishes this from a first start.
 """
 
 from __future__ import annotations
@@ -168,12 +168,13 @@ def shared_resume(found: Resume | None, config: RunConfig, transport: Transport)
 
 
 def torchrun_agent() -> str | None:
-    """Name the torchrun agent that started this process, and restarts it if a rank dies; None without torchrun."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    """Name the agent (torchrun's, or `lengthwise train`'s) that restarts this process if a rank dies, or None."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run is None:
         return None
     agent = os.getppid()
     try:  # with its start time, because pids are used again
         started = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:
         started = "?"
-    return f"{socket.gethostname()}:{agent}:{started}"
+    return f"{socket.gethostname()}:{agent}:{started}:{run}"  # a process may train more than once

@@ -29,7 +29,7 @@ from lengthwise.engine.placing import trainable
 from lengthwise.engine.shortage import reporting_shortage
 from lengthwise.models import ANY_KEY, DTYPES, build_adapted, has_states, keep_double, plain_attention
 from lengthwise.program import HeadRange
-from lengthwise.run.building import connect, open_session
+from lengthwise.run.building import open_session
 from lengthwise.run.job import Job
 from lengthwise.run.reference import Reference, plain_gradients
 from lengthwise.run.rounding import SUMS_TOLERANCE, TOLERANCES, Difference, Rounding, plain_kernels, rounding_of
@@ -106,8 +106,12 @@ def relative_difference(got: float, expected: float) -> float:
     return abs(got - expected) / max(abs(expected), 1e-30)
 
 
-def verify_rank(check: VerifyBatch, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
+def verify_rank(
+    check: VerifyBatch, world: World, transport: Transport, on_phase: Callable[[str], None], notes: list[str]
+) -> VerifyReport | None:
     """Compute both and compare, on rank 0; other ranks return None once the gradients are gathered.
+
+    The transport is closed. notes: begin the notes of the report.
 
     Raises:
         MemoryShortage: the two models do not fit beside each other.
@@ -117,13 +121,13 @@ def verify_rank(check: VerifyBatch, world: World, on_phase: Callable[[str], None
         needs=lambda: "the planned and the plain model with their gradients (in bf16 three models)",
         remedy="Verify a smaller model of the same kind.",
     ):
-        return _compare(check, world, on_phase)
+        return _compare(check, world, transport, on_phase, notes)
 
 
-def _compare(check: VerifyBatch, world: World, on_phase: Callable[[str], None]) -> VerifyReport | None:
+def _compare(
+    check: VerifyBatch, world: World, transport: Transport, on_phase: Callable[[str], None], notes: list[str]
+) -> VerifyReport | None:
     job, batch, plan = check.job, check.batch, check.plan
-    notes: list[str] = []
-    transport = connect(world, job, on_phase, notes.append)
     planned = _run_plan(job, plan, batch, world, transport, notes.append)
     in_fp32 = None
     if job.config.precision == "bf16":
