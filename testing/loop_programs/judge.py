@@ -29,9 +29,9 @@ from lengthwise.comm import World
 from lengthwise.core.errors import LengthwiseError, TransferError
 from lengthwise.models import keep_double
 from lengthwise.planner.service import process
-from lengthwise.run.launch import launch
 from testing.loop_programs.loops import Numbers, PlainLoop, PlannedLoop, run_operations
 from testing.loop_programs.program import Program, first_refused, is_sound, refusable_at, refuses_start
+from testing.ranks import fork_ranks
 
 BAR = 1e-9  # relative
 _SECONDS = 60.0  # a program may take
@@ -112,7 +112,7 @@ def run_ranks_of(programs: Sequence[Program], wait_seconds: float) -> list[list[
         with tempfile.TemporaryDirectory(prefix="lengthwise-programs-") as folder:
             died = ""
             try:
-                launch(partial(_run_all, left, Path(folder), wait_seconds), left[0].ranks)
+                fork_ranks(partial(_run_all, left, Path(folder), wait_seconds), left[0].ranks, timeout_seconds=1e6)
             except LengthwiseError as error:
                 died = str(error)
             before = len(found)
@@ -129,7 +129,7 @@ def run_ranks_of(programs: Sequence[Program], wait_seconds: float) -> list[list[
     return found
 
 
-def _run_all(programs: Sequence[Program], folder: Path, wait_seconds: float, world: World, _on_phase: object) -> None:
+def _run_all(programs: Sequence[Program], folder: Path, wait_seconds: float, world: World) -> None:
     rank, ranks = world.rank, world.world_size
     if ranks > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -3,23 +3,23 @@
 import pytest
 import torch
 from testing.checked import CheckedTransport
+from testing.ranks import fork_ranks
 
 from lengthwise.comm import World, join
 from lengthwise.comm.torch_transport import WRAPPER
 from lengthwise.core.errors import ConfigError, RankError
-from lengthwise.run.launch import launch
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")
 
 
 def ran(work, ranks=2, *, timeout_seconds=20.0):
-    def rank_main(world: World, on_phase):
-        t = join(world, timeout_seconds=timeout_seconds, on_phase=on_phase)
+    def rank_main(world: World):
+        t = join(world, timeout_seconds=timeout_seconds)
         result = work(t)
         t.close()
         return result
 
-    return launch(rank_main, ranks)
+    return fork_ranks(rank_main, ranks)[0]
 
 
 def refused(send, receive):

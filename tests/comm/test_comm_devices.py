@@ -1,8 +1,7 @@
 """Which GPUs a process may use: asked of torch itself, and never guessed from a count."""
 
-import multiprocessing
 import os
-import threading
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,9 +10,9 @@ import pytest
 import torch
 
 from lengthwise.comm import devices
-from lengthwise.comm.devices import Gpus, call_apart, count_gpus, find_gpus, gpu_of, has_started_cuda, has_unused_gpu
-from lengthwise.core.errors import ConfigError, RankError
-from lengthwise.run.launch import launch
+from lengthwise.comm.devices import Gpus, count_gpus, find_gpus, gpu_of, has_started_cuda, has_unused_gpu
+from lengthwise.core.errors import ConfigError
+from lengthwise.run.launch import on_ranks
 
 TOO_OLD = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver."
 
@@ -53,39 +52,12 @@ def test_cuda_that_a_library_has_started_is_seen_by_what_its_driver_answers(monk
     assert not has_started_cuda(), "loaded, and not started"
     assert has_started_cuda()
     with pytest.raises(ConfigError, match="expected a process without CUDA"):
-        launch(lambda *_: None, 2, gpus=1)
-
-
-def test_what_a_call_apart_raises_is_raised_here_and_its_death_is_an_error():
-    def refuse():
-        raise ConfigError("model", expected="a model", got=f"process {os.getpid() != here}", remedy="Give one.")
-
-    here = os.getpid()
-    with pytest.raises(ConfigError, match="got process True"):
-        call_apart(refuse, gpus=1)
-    assert call_apart(os.getpid, gpus=1) != here
-    assert call_apart(os.getpid, gpus=0) == here
-    with pytest.raises(RankError, match="got exit code 7"):
-        call_apart(lambda: os._exit(7), gpus=1)
+        on_ranks(lambda *_: None, 2, gpus=1)
 
 
 def test_a_child_that_does_not_answer_is_killed(monkeypatch):
     monkeypatch.setattr(devices, "_ANSWER_SECONDS", 0.2)
-    with pytest.raises(RankError, match="got exit code -9"):
-        call_apart(lambda: time.sleep(60), gpus=1)
-
-
-def test_a_call_apart_computes_after_this_process_computed_with_threads():
-    values, threads = torch.zeros(1 << 17), torch.get_num_threads()
-    end = threading.Timer(15, lambda: [child.kill() for child in multiprocessing.active_children()])
-    end.start()
-    torch.set_num_threads(2)
-    try:
-        values.exp()
-        assert call_apart(lambda: float(values.exp().sum()), gpus=1) == len(values)
-    finally:
-        torch.set_num_threads(threads)
-        end.cancel()
+    assert devices.ask_in_a_child(lambda: time.sleep(60)) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

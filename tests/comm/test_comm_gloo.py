@@ -14,13 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from testing import run_ranks
+from testing.ranks import fork_ranks
 
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
 from lengthwise.comm import world as comm_world
 from lengthwise.comm.groups import DEFAULTS, nccl_options, set_defaults
 from lengthwise.core.errors import DataError, PlanError, RankError, TransferError
 from lengthwise.run import launch as launching
-from lengthwise.run.launch import launch
 from tiers import more
 
 
@@ -150,8 +150,8 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
 
-    def work(world, on_phase):
-        t = TorchTransport(dataclasses.replace(world, gpus=3), timeout_seconds=7, on_phase=on_phase)
+    def work(world):
+        t = TorchTransport(dataclasses.replace(world, gpus=3), timeout_seconds=7)
         agree(t, b"plan", "plan")
         assert not t.shares_gpus
         assert moved(t) == wanted(t.rank)
@@ -180,7 +180,7 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
         assert os.environ["NCCL_NCHANNELS_PER_NET_PEER"] == "4"
         return True
 
-    assert launch(work, 3)
+    assert all(fork_ranks(work, 3))
 
 
 @pytest.mark.parametrize("for_transfers", [True, False])
@@ -193,12 +193,12 @@ def test_what_the_environment_asks_nccl_for_is_left(for_transfers):
 
 
 def test_ranks_that_share_a_gpu_move_host_memory_only(gpus_replaced):
-    def work(world, on_phase):
-        t = TorchTransport(dataclasses.replace(world, gpus=2), timeout_seconds=10, on_phase=on_phase)
+    def work(world):
+        t = TorchTransport(dataclasses.replace(world, gpus=2), timeout_seconds=10)
         t.close()
         return t.shares_gpus, gpus_replaced
 
-    assert launch(work, 3) == (True, [("gloo", "None", 10.0, None)])
+    assert fork_ranks(work, 3) == [(True, [("gloo", "None", 10.0, None)])] * 3
     alone = World(rank=3, world_size=8, local_rank=3, local_size=8, gpus=1)
     assert str(alone.device) == "cuda:0", "the only one that it is shown"
     assert str(dataclasses.replace(alone, gpus=8).device) == "cuda:3"
@@ -215,24 +215,24 @@ def test_ranks_that_share_a_gpu_move_host_memory_only(gpus_replaced):
     ],
 )
 def test_ranks_share_a_gpu_where_it_is_the_same_one(gpus_replaced, monkeypatch, seen, ids, expected):
-    def work(world, on_phase):
+    def work(world):
         monkeypatch.setattr(comm_world, "gpu_of", lambda device: ids[world.rank])
-        t = TorchTransport(dataclasses.replace(world, gpus=seen), timeout_seconds=10, on_phase=on_phase)
+        t = TorchTransport(dataclasses.replace(world, gpus=seen), timeout_seconds=10)
         numbers = torch.zeros(8)
         t.all_gather(numbers, torch.tensor([float(t.shares_gpus), float(t.device_ranks)]))
         t.close()
         return numbers.tolist()
 
-    found = launch(work, 4)
-    assert (set(found[::2]), found[1::2]) == ({float(expected[0])}, expected[1])
+    for found in fork_ranks(work, 4):
+        assert (set(found[::2]), found[1::2]) == ({float(expected[0])}, expected[1])
 
 
 def test_join_refuses_ranks_of_which_some_have_no_gpu(gpus_replaced):
-    def work(world, on_phase):
-        join(dataclasses.replace(world, gpus=0 if world.rank else 2), timeout_seconds=10, on_phase=on_phase)
+    def work(world):
+        join(dataclasses.replace(world, gpus=0 if world.rank else 2), timeout_seconds=10)
 
     with pytest.raises(RankError, match="1 of 2 on a GPU; this one is"):
-        launch(work, 2)
+        fork_ranks(work, 2)
 
 
 def test_gloo_names_rank_and_phase_when_a_peer_dies():
@@ -252,9 +252,7 @@ def test_gloo_names_rank_and_phase_when_a_peer_dies():
 
 
 @pytest.mark.parametrize("collective", [False, more(True)])
-def test_gloo_names_rank_and_the_phase_of_posting_when_a_rank_stops_answering(collective, monkeypatch):
-    monkeypatch.setattr(launching, "_GRACE_SECONDS", 0.5)
-
+def test_gloo_names_rank_and_the_phase_of_posting_when_a_rank_stops_answering(collective):
     def work(t):
         t.phase = "step 3, end"
         if t.rank == 1:
@@ -268,6 +266,17 @@ def test_gloo_names_rank_and_the_phase_of_posting_when_a_rank_stops_answering(co
     with pytest.raises(TransferError, match=f"rank 0, step 3, end: expected {who} to answer within 1 s"):
         run_ranks(work, 2, timeout_seconds=1.0)
     assert time.monotonic() - start < 1 + 5
+
+
+def launched(work, ranks):
+    """Call `work` with the transport of each rank of the launcher that `lengthwise train` uses."""
+
+    def rank_work(world, on_phase):
+        t = TorchTransport(world, timeout_seconds=30, on_phase=on_phase)
+        work(t)
+        t.close()
+
+    return launching.on_ranks(rank_work, ranks)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +295,7 @@ def test_launch_raises_the_reason_and_not_its_consequences(error, kind, said, ca
         t.exchange([], [(torch.empty(4), 2)]).wait()
 
     with pytest.raises(kind, match=said):
-        run_ranks(work, 3, timeout_seconds=10)
+        launched(work, 3)
     assert (kind is RankError) == ("Traceback" in capfd.readouterr().err)
 
 
@@ -299,7 +308,7 @@ def test_launch_names_a_killed_rank_and_its_last_phase():
 
     start = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1, step 12, microbatch 1 of 3 backward.*SIGKILL"):
-        run_ranks(work, 3, timeout_seconds=30)
+        launched(work, 3)
     assert time.monotonic() - start < 8
 
 
@@ -316,7 +325,7 @@ def test_launch_ends_ranks_that_do_not_listen(monkeypatch):
 
     start = time.monotonic()
     with pytest.raises(DataError, match="row 1"):
-        launch(work, 2)
+        launching.on_ranks(work, 2)
     assert time.monotonic() - start < 6
 
 

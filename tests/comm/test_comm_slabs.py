@@ -7,12 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import run_ranks
+from testing.ranks import fork_ranks
 from testing.strict import StrictWorld
 
 from lengthwise.comm import StagedTransport, agree, join
 from lengthwise.comm.staged import Slabs, cut_into_rounds
 from lengthwise.comm.transport import TransportWrapper
-from lengthwise.run.launch import launch
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SLAB_BYTES = 64
@@ -161,13 +161,13 @@ def test_messages_and_collectives_through_host_memory_on_gloo():
 
 
 def test_join_says_which_transport_and_why():
-    def work(world, on_phase):
+    def work(world):
         said = []
-        join(world, timeout_seconds=30, on_phase=on_phase, say=said.append).close()
+        join(world, timeout_seconds=30, say=said.append).close()
         return said
 
-    assert launch(work, 2) == ["transfers: gloo; because the run computes on the CPU"]
-    assert launch(work, 1) == []
+    assert fork_ranks(work, 2) == [["transfers: gloo; because the run computes on the CPU"]] * 2
+    assert fork_ranks(work, 1) == [[]]
 
 
 def test_rounds_pair_the_chunks_of_two_ranks_whatever_else_each_has_to_do():

@@ -12,15 +12,14 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from testing.ranks import fork_ranks
 from torch import Tensor
 
 from lengthwise.comm import TorchTransport, World
 from lengthwise.core.environment import prepare_environment
-from lengthwise.run.launch import launch
 
 NCCL_OF_ONE_MACHINE = {
     "NCCL_SOCKET_IFNAME": "lo",
@@ -32,10 +31,10 @@ NCCL_OF_ONE_MACHINE = {
 NUM_ELEMENTS, NUM_HOPS = 1 << 16, 4
 
 
-def check_transport(world: World, on_phase: Callable[[str], None]) -> str:
+def check_transport(world: World) -> str:
     """Run every call on this rank; return what was checked, in a line."""
     os.environ.update(NCCL_OF_ONE_MACHINE, NCCL_HOSTID=f"rank{world.rank}")
-    transport = TorchTransport(world, timeout_seconds=20, on_phase=on_phase)
+    transport = TorchTransport(world, timeout_seconds=20)
     assert not transport.shares_gpus, "by NCCL_HOSTID each rank is a machine"
     interval = transport.clock.start(world.device)
     if world.world_size > 1 or world.gpus:
@@ -92,11 +91,10 @@ def main() -> None:
     ranks, gpus = int(sys.argv[1]), int(sys.argv[2] == "cuda")
     prepare_environment()
     if ranks > 1:
-        print(launch(check_transport, ranks, gpus=gpus))
+        print(fork_ranks(check_transport, ranks, gpus=gpus)[0])
         return
     with tempfile.TemporaryDirectory() as folder:
-        world = World(rank=0, world_size=1, gpus=gpus, rendezvous=Path(folder) / "ranks")
-        print(check_transport(world, lambda _phase: None))
+        print(check_transport(World(rank=0, world_size=1, gpus=gpus, rendezvous=Path(folder) / "ranks")))
 
 
 if __name__ == "__main__":

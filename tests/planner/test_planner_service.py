@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from testing.ranks import fork_ranks
 
 from lengthwise.core.errors import RankError
 from lengthwise.cost import Cost
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.planner.service.step_planning import StepPlanning
-from lengthwise.run.launch import launch
 
 PLANNING = StepPlanning(ranks=2, cost=Cost(linear_seconds=1.0), capacities={"none": 9}, options=PlanOptions())
 
@@ -53,7 +53,7 @@ def _command(process: int | str) -> bytes:
     return Path(f"/proc/{process}/cmdline").read_bytes()
 
 
-def _forked_planner(world, _on_phase):
+def _forked_planner(world):
     """Return a forked planner's plan, its pipes and sockets, how two others ended, and the children that are left."""
     if world.rank:
         return None
@@ -78,7 +78,7 @@ def _is_open(process: int, number: int) -> bool:
 
 
 def test_a_rank_of_ours_forks_its_planner_and_reaps_it(capfd):
-    text, opened, gone, left = launch(_forked_planner, 2)
+    text, opened, gone, left = fork_ranks(_forked_planner, 2)[0]
     assert '"tokens": [3, 12]' in text
     assert len(opened) == 2, "the two pipes, and nothing of the rank's"
     assert gone == ["its end with status 1", "its end by signal 9"]
@@ -87,14 +87,14 @@ def test_a_rank_of_ours_forks_its_planner_and_reaps_it(capfd):
 
 
 def test_a_forked_planner_ends_with_its_rank(tmp_path):
-    def killed(world, _on_phase):
+    def killed(world):
         if world.rank == 0:
             PlannerProcess(forks=True).plan(PLANNING, [3])
             (tmp_path / "planner").write_text(str(_children()[0]))
             os.kill(os.getpid(), signal.SIGKILL)
 
     with pytest.raises(RankError):
-        launch(killed, 2)
+        fork_ranks(killed, 2)
     planner, end = (tmp_path / "planner").read_text(), time.monotonic() + 10
     while os.path.exists(f"/proc/{planner}") and _command(planner):  # a zombie has none
         assert time.monotonic() < end, "the planner lives on"

@@ -2,7 +2,6 @@
 
 import copy
 import os
-import pickle
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,11 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from testing import SIZES
+from testing.ranks import fork_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.models import keep_double
-from lengthwise.run.launch import launch
 from lengthwise.session import Session
 
 torch.set_num_threads(1)
@@ -130,10 +129,9 @@ def both_loops(make_optimizer, *, dtype=torch.float64, precision=None, capacity=
 
 def in_ranks(work, ranks, folder):
     """Call `work(rank)` in processes that have joined a process group of their own; return what each returned."""
-    folder = Path(folder)
-    meeting = folder / "meeting"
+    meeting = Path(folder) / "meeting"
 
-    def rank_work(world, _on_phase):
+    def rank_work(world):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         if ranks > 1:
             dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=world.rank, world_size=ranks)
@@ -141,11 +139,11 @@ def in_ranks(work, ranks, folder):
         if ranks > 1:
             dist.barrier()  # the group is still that of the loop
             dist.destroy_process_group()
-        (folder / str(world.rank)).write_bytes(pickle.dumps(result))
+        return result
 
-    launch(rank_work, ranks)
+    found = fork_ranks(rank_work, ranks)
     meeting.unlink(missing_ok=True)
-    return [pickle.loads((folder / str(rank)).read_bytes()) for rank in range(ranks)]
+    return found
 
 
 def in_double(work):

@@ -82,7 +82,7 @@ def train_rank(
         agree_on_data(transport, job)
         transport.phase = "start, what to go on from"
         stop = StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world))
-        stack.enter_context(stop.listening())
+        ending.enter_context(stop.listening())  # the last to end: asked while the rest ends, the run still saves
         job = replace(job, resume=shared_resume(job.resume, config, transport))
         show("")
         if (finished := _finished(job, transport)) is not None:
@@ -101,10 +101,10 @@ def train_rank(
             finally:
                 run.close()
         transport.close()
+        call_back(hearing, "on_end", result)
         if config.report_to:
             note_phase("the end of the reports to trackers")
-    call_back(hearing, "on_end", result)
-    return result
+        return result
 
 
 def _claim(
