@@ -7,6 +7,7 @@ from lengthwise.cli.train import describe_job
 from lengthwise.comm import devices
 from lengthwise.core.environment import prepare_environment
 from lengthwise.run import prepared_run as start
+from lengthwise.run.launch import on_ranks
 from run.small_runs import call, make_rows, write_run
 
 
@@ -50,8 +51,8 @@ def test_gpu_that_the_user_has_hidden_or_does_not_ask_for_is_not_missed(tmp_path
     if hidden:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     path = write_run(tmp_path, make_rows([5]), device=device)
-    begun = start.prepare(path, (), ranks=None, timeout_seconds=10)
-    assert (begun.job.ranks, begun.job.gpus) == (1, 0)
+    begun = start.read_start(path, (), ranks=None, timeout_seconds=10)
+    assert (begun.ranks, begun.gpus) == (1, 0)
 
 
 def test_train_says_that_a_build_without_cuda_leaves_the_gpu_unused(tmp_path, monkeypatch):
@@ -60,8 +61,8 @@ def test_train_says_that_a_build_without_cuda_leaves_the_gpu_unused(tmp_path, mo
     described = {}
     for there in (False, True):
         monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
-        begun = start.prepare(path, (), ranks=None, timeout_seconds=10)
-        described[there] = describe_job(begun.job)
+        begun = start.read_start(path, (), ranks=None, timeout_seconds=10)
+        described[there] = describe_job(begun.job())
         (tmp_path / "nvidiactl").touch()
     assert "1 process on CPU, planner" in described[False]
     assert "1 process on CPU, as this build of torch has no CUDA, though the machine has a GPU" in described[True]
@@ -74,9 +75,8 @@ def test_train_says_that_a_build_without_cuda_leaves_the_gpu_unused(tmp_path, mo
 def test_ranks_default_to_one_a_gpu_and_may_outnumber_them(tmp_path, monkeypatch, device, ranks, gpus, expected):
     monkeypatch.setattr(start, "count_gpus", lambda: gpus)
     path = write_run(tmp_path, make_rows([5, 7]), device=device)
-    begun = start.prepare(path, (), ranks=ranks, timeout_seconds=10)
-    assert (begun.job.ranks, begun.job.gpus) == expected
-    assert begun.world is None
+    begun = start.read_start(path, (), ranks=ranks, timeout_seconds=10)
+    assert (begun.ranks, begun.gpus) == expected
 
 
 def test_torchrun_ranks_know_their_gpus(tmp_path, monkeypatch):
@@ -84,9 +84,11 @@ def test_torchrun_ranks_know_their_gpus(tmp_path, monkeypatch):
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
-    begun = start.prepare(write_run(tmp_path, make_rows([5, 7])), (), ranks=None, timeout_seconds=10)
-    assert begun.world is not None
-    assert str(begun.world.device) == "cuda:1", "the fourth of four ranks, of two GPUs"
+    begun = start.read_start(write_run(tmp_path, make_rows([5, 7])), (), ranks=None, timeout_seconds=10)
+    assert begun.ranks == 4
+    assert str(on_ranks(lambda world, _: world.device, 4, gpus=begun.gpus)) == "cuda:1", (
+        "the fourth of four ranks, of two GPUs"
+    )
 
 
 def test_environment_gets_expandable_segments_unless_the_user_has_set_it():

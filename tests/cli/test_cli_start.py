@@ -27,7 +27,7 @@ def no_process_may_start(monkeypatch):
     def fail(*_, **__):
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr("lengthwise.run.prepared_run.launch", fail)
+    monkeypatch.setattr("lengthwise.run.api.on_ranks", fail)
 
 
 @pytest.mark.parametrize("verb", ["train", more("verify")])
@@ -44,8 +44,7 @@ def test_a_typing_error_in_the_run_file_is_told_without_torch(tmp_path, verb):
     assert "--ranks: expected a whole number from 1 to 262144; got 0" in done.stderr
 
 
-def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, capfd, monkeypatch):
-    no_process_may_start(monkeypatch)
+def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, capfd):
     rows = [
         {"input_ids": [1, 2]},
         {"input_ids": [64]},
@@ -76,7 +75,7 @@ def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ranks", "0", "--timeout-seconds", "-1"], ["got 0", "--timeout-seconds", "metrics.jsonl"]),
+        (["--ranks", "0", "--timeout-seconds", "-1"], ["got 0", "--timeout-seconds"]),
         (["--ranks", "0", "--set", "optimizer.lrr=1"], ["--ranks", "optimizer.lrr"]),
         (["--timeout-seconds", "nan"], ["--timeout-seconds"]),
         (["--timeout-seconds", "1e12"], ["--timeout-seconds"]),
@@ -85,13 +84,8 @@ def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, cap
         (["--rank", "2"], ["--ranks N"]),
     ],
 )
-def test_train_refuses_bad_arguments_by_name_beside_what_its_output_holds(
-    tmp_path, capfd, monkeypatch, arguments, said
-):
+def test_train_refuses_bad_arguments_by_name_before_any_process_starts(tmp_path, capfd, monkeypatch, arguments, said):
     no_process_may_start(monkeypatch)
-    if "metrics.jsonl" in said:
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out/metrics.jsonl").write_text("")
     err = refused(capfd, "train", write_run(tmp_path, make_rows([3])), *arguments)
     assert [each for each in said if each not in err] == []
 
@@ -117,7 +111,7 @@ def test_start_refuses_bad_usage_with_status_2(tmp_path, capfd, monkeypatch, arg
 
 
 @pytest.mark.parametrize("family", [GPT2Config, more(OPTConfig)])
-def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd, monkeypatch, family):
+def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd, family):
     # Once an IndexError in the middle of a step.
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop", "dropout", "attention_dropout"), 0.0)
@@ -126,7 +120,6 @@ def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd, mo
     path = write_run(tmp_path, make_rows([16, 3]), model=tmp_path / "table", capacity_tokens=20, steps=1)
     train(path)
     write_run(tmp_path, make_rows([17, 3]), model=tmp_path / "table", capacity_tokens=20, steps=1)
-    no_process_may_start(monkeypatch)
     told = refused(capfd, "train", path, "--overwrite", "--ranks", 2)
     for part in ("max_position_embeddings", "17 tokens", "max_tokens: 16"):
         assert part in told

@@ -7,12 +7,11 @@ import pytest
 
 from lengthwise.cli.train import describe_job
 from lengthwise.run.job import Job
-from lengthwise.run.prepared_run import prepare
-from run.small_runs import call, make_rows, write_run
+from run.small_runs import call, job_of, make_rows, write_run
 
 
 def told(path, **options):
-    job = prepare(path, options.pop("overrides", []), ranks=options.pop("ranks", 1), timeout_seconds=60).job
+    job = job_of(path, **options)
     return job, describe_job(job)
 
 
@@ -29,7 +28,7 @@ def test_train_says_beforehand_how_long_it_will_take(tmp_path):
 
 def test_rows_that_a_run_never_draws_are_not_priced(tmp_path):
     path = write_run(tmp_path, make_rows([30] * 7 + [3000]), capacity_tokens=4000, steps=1)
-    drawn = [prepare(path, [f"seed={seed}"], ranks=1, timeout_seconds=60).job for seed in range(8)]
+    drawn = [job_of(path, [f"seed={seed}"]) for seed in range(8)]
     short = [job for job in drawn if max(next(job.batches()).lengths) == 30]
     other, _ = told(path, overrides=["steps=8"])
     assert 0 < len(short) < 8

@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 import lengthwise
 from lengthwise.cli import main
 from lengthwise.run.callbacks import Callback
+from lengthwise.run.prepared_run import read_start
 
 torch.set_num_threads(1)
 disable_progress_bar()
@@ -98,6 +99,11 @@ def call(*arguments):
     with pytest.raises(SystemExit) as ended:
         main([str(each) for each in arguments])
     return ended.value.code
+
+
+def job_of(path, overrides=(), ranks=1):
+    """Return the job that a rank makes."""
+    return read_start(path, overrides, ranks=ranks, timeout_seconds=60).job()
 
 
 def train(path, *arguments):

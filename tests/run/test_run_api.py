@@ -1,6 +1,7 @@
 """`train` and `verify` as functions: what they take, what they return, who hears of a run."""
 
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
@@ -8,26 +9,31 @@ import pytest
 
 from lengthwise.config import load_config
 from lengthwise.core.errors import CallbackError, LengthwiseError
+from lengthwise.core.plan import Plan
 from lengthwise.run.api import train, verify
 from lengthwise.run.callbacks import Callback
 from run.small_runs import make_rows, read_lines, write_run
 
 
 class Heard(Callback):
-    def __init__(self):
-        self.calls = []
+    def __init__(self, file):
+        self._file = file
+
+    def _write(self, *words):
+        with self._file.open("a") as file:
+            print(os.getpid() == int(self._file.stem), *words, file=file)
 
     def on_start(self, job):
-        self.calls.append(("start", job.ranks))
+        self._write("start", job.ranks)
 
     def on_step(self, step):
-        self.calls.append(("step", step.metrics.step, len(step.sequences)))
+        self._write("step", step.metrics.step, len(step.sequences))
 
     def on_eval(self, metrics):
-        self.calls.append(("eval", metrics.step))
+        self._write("eval", metrics.step)
 
     def on_end(self, result):
-        self.calls.append(("end", result.steps))
+        self._write("end", result.steps)
 
 
 def test_train_takes_a_file_its_values_or_its_settings_and_returns_the_last_metrics(tmp_path):
@@ -48,25 +54,29 @@ def test_train_takes_a_file_its_values_or_its_settings_and_returns_the_last_metr
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_train_calls_back_in_order_and_prints_nothing(tmp_path, capfd, ranks):
     """In a thread that is not the main one, too."""
-    heard = Heard()
+    heard = tmp_path / f"{os.getpid()}.txt"
     path = write_run(
         tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40,
         eval={"data": [{"path": "train.jsonl"}], "every_steps": 2},
     )  # fmt: skip
     with ThreadPoolExecutor(1) as threads:
-        running = threads.submit(train, path, ranks=ranks, overrides=["steps=2"], callbacks=[heard])
+        running = threads.submit(train, path, ranks=ranks, overrides=["steps=2"], callbacks=[Heard(heard)])
         assert running.result(timeout=120).steps == 2
-    steps = [("step", 1, 4), ("step", 2, 4), ("eval", 2)] if ranks == 1 else []  # else they are heard in a fork
-    assert heard.calls == [("start", ranks), *steps, ("end", 2)]
+    called = [f"start {ranks}", "step 1 4", "step 2 4", "eval 2", "end 2"]
+    assert heard.read_text().splitlines() == [f"{ranks == 1} {each}" for each in called], "all on rank 0"
     assert capfd.readouterr() == ("", "")
 
 
 def test_verify_returns_how_far_apart_ranks_and_one_process_are(tmp_path):
-    path, begun = write_run(tmp_path, make_rows([30, 12, 5, 40])), []
-    report = verify(path, overrides=["capacity_tokens=24"], on_start=lambda check: begun.append(check.plan))
+    path, begun = write_run(tmp_path, make_rows([30, 12, 5, 40])), tmp_path / "plan.json"
+
+    def on_start(check):
+        begun.write_text(check.plan.to_json())
+
+    report = verify(path, overrides=["capacity_tokens=24"], on_start=on_start)
     assert report is not None
     assert report.passed
-    assert (report.tolerance, report.plan.ranks, report.plan) == (1e-12, 2, begun[0])
+    assert (report.tolerance, report.plan.ranks, report.plan) == (1e-12, 2, Plan.from_json(begun.read_text()))
     assert not (tmp_path / "out").exists()
 
 

@@ -20,11 +20,10 @@ from lengthwise.engine.measuring import SmallPasses
 from lengthwise.engine.norm import clip_factor
 from lengthwise.run.building import open_session
 from lengthwise.run.memory_check import check_memory, largest_pack
-from lengthwise.run.prepared_run import prepare
 from lengthwise.session import engine as session_engine
 from lengthwise.session import room
 from lengthwise.session.source import PlannedStep
-from run.small_runs import VOCAB, call, losses, make_rows, read_lines, train, write_model, write_run
+from run.small_runs import VOCAB, call, job_of, losses, make_rows, read_lines, train, write_model, write_run
 from tiers import some
 
 CPU = torch.device("cpu")
@@ -145,7 +144,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
     lengths = (700,) * 6 if "stages" in keys else (1500, 700, 300, 60, 30)
     keys |= {"capacity_tokens": "auto", "global_batch": {"sequences": len(lengths)}, "precision": "fp32"}
     path = write_run(tmp_path, make_rows(list(lengths)), **keys)
-    job = prepare(path, [], ranks=2, timeout_seconds=60).job
+    job = job_of(path, ranks=2)
     monkeypatch.setattr(room, "free_bytes", lambda *_: free_bytes)
 
     def work(transport):

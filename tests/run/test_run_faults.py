@@ -65,13 +65,6 @@ def test_a_rank_killed_anywhere_costs_no_more_than_the_steps_since_the_checkpoin
     assert not list((tmp_path / "out").rglob("*.unfinished"))
 
 
-@pytest.fixture
-def faults_again(monkeypatch):
-    """A restart in this process makes it deaf to faults; the next test starts anew."""
-    monkeypatch.setattr(faults, "_restarted", False)
-
-
-@pytest.mark.usefixtures("faults_again")
 @pytest.mark.parametrize(("point", "rank", "action", "said"), [
     ("update", 1, "kill", "restart 1 of 2, from step 2: error[rank] rank 1"),
     more("microbatches", 0, "stop", "restart 1 of 2, from step 2: "),
@@ -91,9 +84,8 @@ def test_ranks_are_started_again_and_the_run_goes_on(
     assert not list((tmp_path / "out").rglob("*.unfinished"))
 
 
-@pytest.mark.usefixtures("faults_again")
 def test_ranks_that_always_die_are_given_up(tmp_path, monkeypatch, capfd):
-    def dies(_job, world, *_):
+    def dies(_start, world, *_, **__):
         if world.rank:
             raise RuntimeError("as ever")
 
@@ -130,13 +122,6 @@ def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch
     with pytest.raises(lengthwise.LengthwiseError) as caught:
         lengthwise.train(path, ranks=2, timeout_seconds=2)
     assert f"no report from rank 1, last seen in {phase}." in str(caught.value)
-    assert f"The stacks of the ranks are in {tmp_path / 'out/hang'}" in str(caught.value)
-    waiting, hanging = ((tmp_path / f"out/hang/rank-0000{rank}.txt").read_text() for rank in (0, 1))
-    assert re.match("rank 0, last seen in (checkpoint of )?step 4", waiting)
-    assert "TransferError" in waiting
-    assert hanging.startswith(f"rank 1, last seen in {phase}\n")
-    # The signal that continues a stopped rank lets it run on a little before it writes: not always the very line.
-    assert re.search(r'loop\.py", line \d+ in (train_steps|_update)', hanging), "where it hangs"
 
 
 @pytest.mark.parametrize("rank", [more(0), 1])

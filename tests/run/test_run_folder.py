@@ -2,11 +2,11 @@
 
 import contextlib
 import errno
-import fcntl
 import gzip
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import tempfile
@@ -20,14 +20,14 @@ from transformers import GenerationConfig
 
 from data.stores import save_words
 from lengthwise import train
-from lengthwise.config import load_config
+from lengthwise.config import build_config, load_config
 from lengthwise.core import files
-from lengthwise.core.errors import OutputError
+from lengthwise.core.errors import OutputError, WriteError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.run import export, launch, setup, writes
+from lengthwise.run import export, setup, writes
 from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
-from lengthwise.run.folder import RunFolder
+from lengthwise.run.folder import CONFIG, RunFolder
 from lengthwise.run.writes import MOST_FAILURES
 from run.small_runs import Command, call, count_lines, make_rows, read_lines, resume_after, write_model, write_run
 from tiers import more, some
@@ -58,15 +58,13 @@ def test_run_folder_refuses_a_file_a_run_and_an_input_and_names_them(tmp_path):
 
 @pytest.mark.parametrize("ranks", [2, more(1)])
 def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_path, monkeypatch, capfd, ranks):
-    """The output, whatever is asked; the temporary folders, which the next start removes."""
+    """The output, whatever is asked; there are no temporary ones."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp/lengthwise-others").mkdir(parents=True)
+    (tmp_path / "tmp").mkdir()
     path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
     killed, living = (Command("train", path, "--ranks", ranks, "--set", f"output={name}") for name in ("a", "b"))
     for command, name in ((killed, "a"), (living, "b")):
         command.wait_for(lambda name=name: count_lines(tmp_path / name / "metrics.jsonl") >= 2)
-    places = len(list((tmp_path / "tmp").glob("*/lock")))
-    assert places == (2 if ranks > 1 else 0)
     lines = count_lines(tmp_path / "b/metrics.jsonl")
     for arguments in ((), ("--overwrite",)):
         assert call("train", path, *arguments, "--set", "output=b") == 2
@@ -74,17 +72,16 @@ def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_p
         assert err.startswith(
             f"error[output] {tmp_path / 'b'}: expected a folder that no other run is writing; got one"
         )
-        assert f"process {living.pid} on {os.uname().nodename}" in err
+        assert f"process {living.ranks()[0] if ranks > 1 else living.pid} on {os.uname().nodename}" in err
         assert (err.count("\n"), "Traceback" in err) == (1, False)
     assert count_lines(tmp_path / "b/metrics.jsonl") >= lines, "nothing of the living run is deleted"
     killed.kill()
     assert killed.finish()[0] == -signal.SIGKILL
     assert call("train", path, "--ranks", 2, "--overwrite", "--set", "output=a", "steps=1") == 0
-    assert len(list((tmp_path / "tmp").glob("*/lock"))) == places // 2, "that of the run that lives"
     living.send(signal.SIGTERM)
     assert living.finish()[0] == 0
     assert not (tmp_path / "b/run.lock").exists()
-    assert os.listdir(tmp_path / "tmp") == ["lengthwise-others"]
+    assert os.listdir(tmp_path / "tmp") == []
 
 
 @pytest.mark.parametrize(("seconds", "status"), some([(1.0, 0), (6.0, 1)], 0))
@@ -214,44 +211,23 @@ def test_a_run_whose_terminal_is_gone_saves_its_model(tmp_path, ranks, under_noh
     assert (tmp_path / "out/model/model.safetensors").exists()
 
 
-def test_folders_that_no_launcher_made_stay(tmp_path, monkeypatch):
-    """Neither what else is in them is deleted, nor a pipe waited for, nor a link followed."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
-    for name in ("lengthwise-notes", "lengthwise-pipe", "lengthwise-linked"):
-        (tmp_path / "tmp" / name).mkdir(parents=True)
-    (tmp_path / "tmp/lengthwise-notes/lock").write_text("")
-    (tmp_path / "tmp/lengthwise-notes/thesis.txt").write_text("all of it")
-    os.mkfifo(tmp_path / "tmp/lengthwise-pipe/lock")
-    (tmp_path / "lock").write_text("")
-    (tmp_path / "tmp/lengthwise-linked/lock").symlink_to(tmp_path / "lock")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere/lock").write_text("")
-    (tmp_path / "tmp/lengthwise-link").symlink_to(tmp_path / "elsewhere")
-    before = sorted(tmp_path.rglob("*"))
-    opener = threading.Timer(5, lambda: os.open(tmp_path / "tmp/lengthwise-pipe/lock", os.O_WRONLY | os.O_NONBLOCK))
-    opener.start()  # lets one that waits for the pipe go on, and fail
-    with launch._meeting_place():
-        pass
-    opener.cancel()
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_start_whose_folder_another_start_took_for_a_dead_ones_makes_another(tmp_path, monkeypatch):
-    """The other had the lock first, in the moment between its file and its lock."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    lock, removed = fcntl.flock, []
-
-    def late(file, kind):
-        if kind == fcntl.LOCK_EX and not removed:
-            removed.append(Path(file.name).parent)
-            shutil.rmtree(removed[0])
-        lock(file, kind)
-
-    monkeypatch.setattr(launch.fcntl, "flock", late)
-    with launch._meeting_place() as place:
-        assert place not in removed
-        assert (place / "lock").exists()
-    assert os.listdir(tmp_path) == []
+def test_going_on_with_a_full_disk_leaves_the_config_as_it_was(tmp_path):
+    values = {"model": "tiny", "data": [{"python_stdlib": True}], "global_batch": {"sequences": 1}, "steps": 2}
+    config = build_config({**values, "output": "out"}, folder=tmp_path)
+    folder = RunFolder(tmp_path / "out", lambda _line: None, most_log_bytes=1e9)
+    folder.start(config)
+    before = (tmp_path / "out" / CONFIG).read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    try:
+        with pytest.raises(WriteError):
+            folder.go_on(config, resume_after(1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "out" / CONFIG).read_bytes() == before
+    assert not list((tmp_path / "out").glob("*.unfinished"))
 
 
 def test_a_run_whose_folder_is_removed_writes_all_of_it_again(tmp_path):

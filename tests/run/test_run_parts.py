@@ -12,7 +12,7 @@ from lengthwise.comm import World
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.run import rank
 from lengthwise.run.callbacks import StepMetrics
-from lengthwise.run.launch import StatusBoard, StopRequest
+from lengthwise.run.launch import StopRequest
 from lengthwise.run.verify import VerifyReport
 
 
@@ -43,16 +43,6 @@ def test_step_metrics_are_never_negative_and_no_rank_is_idle_all_the_time(busy_s
     )  # fmt: skip
     assert 0 <= found.idle_ratio < 1
     assert found.imbalance_ratio >= 1 - 1e-9
-
-
-def test_status_board_keeps_the_last_phase_of_each_rank():
-    board = StatusBoard(2)
-    board.note(1, "step 1, a very long phase " + "x" * 500)
-    board.note(1, "short")
-    assert (board.last_seen(0), board.last_seen(1)) == ("start", "short")
-    board.note(0, "ä" * 300)
-    assert board.last_seen(0).startswith("ää")
-    assert board.last_seen(1) == "short"
 
 
 def test_stop_request_is_known_to_one_that_listens_later():

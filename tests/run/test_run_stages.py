@@ -15,9 +15,8 @@ from lengthwise.models import find_model
 from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.run.building import open_session
 from lengthwise.run.launch import threads_of_each
-from lengthwise.run.prepared_run import prepare
 from lengthwise.session import start
-from run.small_runs import call, make_rows, read_lines, write_model, write_run
+from run.small_runs import call, job_of, make_rows, read_lines, write_model, write_run
 from run.test_run_sharded import LENGTHS, largest_difference, outcome, trained, words
 from tiers import more
 
@@ -46,7 +45,7 @@ def test_verify_compares_stages_with_one_process(tmp_path, capsys, precision):
 
 
 def test_layers_are_cut_by_the_rows_of_the_data(tmp_path, monkeypatch):
-    job, seen, cut = prepare(run_file(tmp_path, stages=2), [], ranks=2, timeout_seconds=60).job, [], start.cut_stages
+    job, seen, cut = job_of(run_file(tmp_path, stages=2), ranks=2), [], start.cut_stages
     monkeypatch.setattr(start, "cut_stages", lambda *given, **how: seen.append(given[3]) or cut(*given, **how))
 
     def work(transport):

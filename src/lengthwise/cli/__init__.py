@@ -15,7 +15,6 @@ from lengthwise.cli.checkpoint import Checkpoint
 from lengthwise.cli.data import Data
 from lengthwise.cli.demo import Demo
 from lengthwise.cli.init import Init
-from lengthwise.cli.launch import Launch
 from lengthwise.cli.output import fit_terminal
 from lengthwise.cli.plan import PlanCommand
 from lengthwise.cli.prepare import Prepare
@@ -38,7 +37,6 @@ _TROUBLES = {
 VERBS: dict[str, tuple[type, str]] = {
     "init": (Init, "write a first run file for a model, GPUs and data"),
     "train": (Train, "train a model from a run file"),
-    "launch": (Launch, "print a script that starts a run on several nodes"),
     "plan": (PlanCommand, "plan one step, write the plan file (no torch needed)"),
     "simulate": (Simulate, "estimate steps on other machines (no torch needed)"),
     "verify": (Verify, "compare loss and gradients with plain Hugging Face"),

@@ -1,7 +1,7 @@
 """Faults for tests, set by `LENGTHWISE_FAULT=point:rank:step:action[,...]` in the environment.
 
 `point` is one of `POINTS`; `action` is `kill` (SIGKILL), `stop` (SIGSTOP), `term` (SIGTERM), `error` (a failing disk)
-or `sleep` (one second). Only the first start of a rank has faults.
+or `sleep` (one second). Only the first start of a rank has faults, by the agent's count.
 """
 
 from __future__ import annotations

@@ -126,12 +126,12 @@ class TrainResult:
 class Callback(Protocol):
     """Called during a run; a subclass overrides the methods that it needs.
 
-    `on_start` and `on_end` run in the process that called `train`, the others in rank 0's process. With several local
-    ranks that is a fork, whose changes of objects are not visible outside.
+    All run in rank 0's process. With several local ranks that is a fork, whose changes of objects are not visible
+    outside. Ranks that are started again call `on_start` again.
     """
 
     def on_start(self, job: Job) -> None:
-        """Take the checked run, once, before its ranks start."""
+        """Take the checked run, once all ranks have joined."""
 
     def on_phase(self, phase: str) -> None:
         """Take rank 0's current work, as `step 3, microbatch 2 of 8 forward`, very often, and "" at the end."""
