@@ -1,4 +1,4 @@
-"""The files of docs/launch.md that start a run on several nodes: they are read, and run beside stand-ins of clusters."""
+"""The files of docs/launch.md that start a run on several nodes: read, and run beside stand-ins of clusters."""
 
 import os
 import re

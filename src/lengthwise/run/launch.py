@@ -20,8 +20,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch._C._distributed_c10d import HashStore
@@ -336,6 +337,7 @@ class _Agent(LocalElasticAgent):
             result = self._work(world, partial(self._note, world.rank))
             for number in _ASKING:
                 signal.signal(number, signal.SIG_IGN)  # the work is done; the agent takes the result
+            Finalize(None, _leave, exitpriority=0)
             return None if world.rank else result
         except KeyboardInterrupt:
             report, status = _INTERRUPTED, 128 + signal.SIGINT
@@ -344,10 +346,7 @@ class _Agent(LocalElasticAgent):
             problems = problem.problems if isinstance(problem, Problems) else [problem]
             report, status = json.dumps(as_values(problems)).encode(), problem.exit_status
         os.pwrite(self._memory[1 + world.rank], report, 0)
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(status)
+        _leave(status)
 
     def _problem(self, error: BaseException, rank: int) -> LengthwiseError:
         """Return the error as the launcher raises it; print the traceback that it would lack."""
@@ -359,6 +358,14 @@ class _Agent(LocalElasticAgent):
         where, got = f"rank {rank}, {self._last_seen(rank)}", f"{type(error).__name__}: {error}"
         remedy = "This is a defect of lengthwise: please report it."
         return RankError(where, expected="the rank to finish", got=got, remedy=remedy)
+
+
+def _leave(status: int = 0) -> NoReturn:
+    """Exit without waiting for threads, which may be those of the process that was forked."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _exit_code(pid: int) -> int | None:
