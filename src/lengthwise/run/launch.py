@@ -50,8 +50,7 @@ Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
 """The function that a rank runs, from its world and a function that notes its phase, to its result."""
 
-_GRACE_SECONDS = 3.0  # after the first rank has ended, for the others, one of which may know the cause
-_POLL_SECONDS = 0.05
+_GRACE_SECONDS, _POLL_SECONDS = 3.0, 0.05  # after the first rank has ended, for one that may know the cause
 _ROW_BYTES = 128
 _INTERRUPTED = b"interrupted"  # in place of a rank's error
 _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -298,11 +297,10 @@ class _Agent(LocalElasticAgent):
         if not silent:
             return error
         seen = "; ".join(f"rank {rank}, last seen in {self._last_seen(rank)}" for rank in silent)
+        got = f"{error.got}; no report from {seen}"
         them = "this rank is" if len(silent) == 1 else "these ranks are"
         remedy = f"Find what {them} waiting for, then start again."
-        return type(error)(
-            error.where, expected=error.expected, got=f"{error.got}; no report from {seen}", remedy=remedy
-        )
+        return type(error)(error.where, expected=error.expected, got=got, remedy=remedy)
 
     def _death(self, rank: int, code: int) -> RankError:
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
@@ -324,15 +322,13 @@ class _Agent(LocalElasticAgent):
         for number in _ASKING:
             if not _is_ignored(number):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-        found = world_from_environment()
+        found, meeting = world_from_environment(), Path(f"/proc/self/fd/{self._memory[0]}")
         assert found is not None, "the agent has set it"
+        world = replace(found, rendezvous=meeting, gpus=self._gpus, ended=str(self._error or ""))
         # A forked child hangs in its first threaded operation if the parent ever ran one: set one thread first.
-        threads = threads_of_each(found.world_size)
+        threads = threads_of_each(world.world_size)
         torch.set_num_threads(1)
         torch.set_num_threads(threads)
-        meeting = Path(f"/proc/self/fd/{self._memory[0]}")
-        ended = "" if self._error is None else str(self._error)
-        world = replace(found, rendezvous=meeting, gpus=self._gpus, ended=ended)
         try:
             result = self._work(world, partial(self._note, world.rank))
             for number in _ASKING:
@@ -346,7 +342,7 @@ class _Agent(LocalElasticAgent):
             problems = problem.problems if isinstance(problem, Problems) else [problem]
             report, status = json.dumps(as_values(problems)).encode(), problem.exit_status
         os.pwrite(self._memory[1 + world.rank], report, 0)
-        _leave(status)
+        return _leave(status)
 
     def _problem(self, error: BaseException, rank: int) -> LengthwiseError:
         """Return the error as the launcher raises it; print the traceback that it would lack."""
@@ -370,13 +366,11 @@ def _leave(status: int = 0) -> NoReturn:
 
 def _exit_code(pid: int) -> int | None:
     """Return the exit code of a child that has ended, -n after signal n, and leave it to be waited for; else None."""
-    try:
+    with contextlib.suppress(ChildProcessError):  # waited for, as all have ended
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # waited for, as all have ended
-        return None
-    if ended is None:
-        return None
-    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        if ended is not None:
+            return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    return None
 
 
 def on_ranks(

@@ -255,3 +255,5 @@ def quiet_libraries() -> None:
     transformers_logging.disable_progress_bar()
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
+    for agent in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(agent).setLevel(logging.CRITICAL)  # `run.launch` raises what it logs

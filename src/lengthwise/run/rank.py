@@ -68,7 +68,7 @@ def train_rank(
             problems, found = Collector(), None
             if not world.rank:
                 asked = {"overwrite": overwrite, "resume": resume, "accept_changes": accept_changes}
-                found = problems.attempt(lambda: _claim(config, folder, stack, **asked))
+                found = problems.attempt(lambda: _claim(config, stack, **asked))
             job = problems.attempt(lambda: start.job(resume=found, before_model=world.claim_device))
             problems.raise_all()
             assert job is not None, "a job that was not made must have been a problem"
@@ -109,7 +109,6 @@ def train_rank(
 
 def _claim(
     config: RunConfig,
-    folder: RunFolder,
     stack: ExitStack,
     *,
     overwrite: bool,
@@ -121,7 +120,7 @@ def _claim(
     Raises:
         OutputError, Problems: the folder holds another run, or one that cannot be resumed.
     """
-    goes_on = bool(resume)
+    folder, goes_on = RunFolder(config.output), bool(resume)
     if resume == "if_any" or folder.is_restart(torchrun_agent()):
         goes_on = has_checkpoint(config)
         overwrite = not goes_on and not has_model(config)
