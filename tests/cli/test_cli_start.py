@@ -280,6 +280,23 @@ def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, more(signal.SIGINT)])
+def test_ranks_that_are_asked_to_stop_while_they_read_end_at_once(tmp_path, monkeypatch, number):
+    def endless(*_, **__):
+        (tmp_path / "here").touch()
+        time.sleep(60)
+
+    monkeypatch.setattr("lengthwise.run.checks.load_dataset", endless)
+    command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 2)
+    command.wait_for((tmp_path / "here").exists)
+    command.send(number, group=number == signal.SIGINT)
+    status, _, err = command.finish(30)
+    assert status == 130
+    assert "interrupted: nothing was saved" in err
+    assert "Traceback" not in err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("wakes", [True, more(False)])
 def test_train_alone_interrupted_twice_ends_soon(tmp_path, monkeypatch, wakes):
     """One process has no parent that could end it: it listens itself, also where Python hears of a signal too late."""

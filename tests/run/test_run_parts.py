@@ -7,12 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import make_plan
+from testing.ranks import fork_ranks
 
 from lengthwise.comm import World
+from lengthwise.core.errors import DataError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.run import rank
 from lengthwise.run.callbacks import StepMetrics
 from lengthwise.run.launch import StopRequest
+from lengthwise.run.prepared_run import join_with
 from lengthwise.run.verify import VerifyReport
 
 
@@ -77,6 +80,21 @@ def test_verification_fails_at_nan_infinity_and_what_is_over_the_tolerance(place
     assert VerifyReport(**keys).passed
     changed = {"gradients": {**keys["gradients"], "b": bad}} if place == "gradient" else {place: 1.0 + bad}
     assert not VerifyReport(**{**keys, **changed}).passed
+
+
+def test_what_one_rank_finds_wrong_is_raised_on_all_ranks():
+    def work(world):
+        def read():
+            if world.rank == 1:
+                raise DataError("train.jsonl:3", expected="x", got="y", remedy="z")
+            return world.rank
+
+        try:
+            join_with(world, read, timeout_seconds=20, on_phase=lambda _phase: None)
+        except DataError as error:
+            return str(error)
+
+    assert fork_ranks(work, 3) == ["error[data] train.jsonl:3: expected x; got y. z"] * 3
 
 
 def test_under_torchrun_a_second_signal_does_not_end_a_run_of_one_rank(monkeypatch):

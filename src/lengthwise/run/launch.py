@@ -14,10 +14,9 @@ import os
 import secrets
 import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.util import Finalize
@@ -45,6 +44,7 @@ from lengthwise.core.errors import (
     from_values,
 )
 from lengthwise.core.processes import end_with_parent, let_threads_end
+from lengthwise.run.stop import StopRequest, asking_signals
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
@@ -53,94 +53,7 @@ RankMain = Callable[[World, Callable[[str], None]], Result]
 _GRACE_SECONDS, _POLL_SECONDS = 3.0, 0.05  # after the first rank has ended, for one that may know the cause
 _ROW_BYTES = 128
 _INTERRUPTED = b"interrupted"  # in place of a rank's error
-_ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
-
-
-class StopRequest:
-    """Counts the signals that ask this process to stop: Ctrl-C, SIGTERM, and SIGHUP when the terminal closes.
-
-    ends_at_the_second: a process without a parent that would end it ends itself at the second signal. Python is
-    interrupted; if it does not react, during a long operation of torch, the process exits three seconds later.
-    announces: print an answer to the first Ctrl-C at once, as a step may take minutes to end. A `StopRequest` takes
-    over the signal of an earlier one, in a forked child too.
-    """
-
-    def __init__(self, *, ends_at_the_second: bool = False, announces: bool = False) -> None:
-        self.signal: int | None = None
-        self.times = 0
-        self._ends_at_the_second, self._announces = ends_at_the_second, announces
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[StopRequest]:
-        """Note signals inside the block instead of being interrupted by them.
-
-        Only in the main thread, where Python allows signal handlers.
-        """
-        if threading.current_thread() is not threading.main_thread():
-            yield self
-            return
-        asking = [each for each in _ASKING if each != signal.SIGHUP or not _is_ignored(each)]  # nohup ignores it
-        before = {number: signal.signal(number, self._note) for number in asking}
-        for handler in before.values():
-            earlier = getattr(handler, "__self__", None)
-            if isinstance(earlier, StopRequest):
-                self.signal = self.signal or earlier.signal
-        try:
-            with _ending_at_the_second() if self._ends_at_the_second else contextlib.nullcontext():
-                yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _note(self, number: int, _frame: object) -> None:
-        self.signal = self.signal or number
-        self.times += 1
-        if self._announces and number == signal.SIGINT and self.times == 1:
-            with contextlib.suppress(OSError):
-                os.write(2, b"\nstopping after this step; press Ctrl-C again to stop now\n")
-        if self.times > 1 and self._ends_at_the_second:
-            raise KeyboardInterrupt
-
-
-def _is_ignored(number: int) -> bool:
-    return signal.getsignal(number) == signal.SIG_IGN
-
-
-@contextlib.contextmanager
-def _ending_at_the_second() -> Iterator[None]:
-    """Start a thread that ends this process some seconds after a second signal, unless the block has ended.
-
-    Python handles signals only between its own instructions, so the thread reads them from a pipe.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    ended = threading.Event()
-
-    def watch() -> None:
-        times = 0
-        while times < 2:
-            numbers = os.read(reader, 16)
-            times += sum(number in _ASKING for number in numbers)
-            if not numbers:
-                return
-        if not ended.wait(_GRACE_SECONDS):
-            os.write(
-                2, b"interrupted within a step: nothing more was saved; --resume continues from the newest checkpoint\n"
-            )
-            os._exit(128 + signal.SIGINT)
-
-    thread = threading.Thread(target=watch, name="second signal", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        signal.set_wakeup_fd(before)
-        os.close(writer)  # ends the thread
-        thread.join()
-        os.close(reader)
 
 
 def threads_of_each(ranks: int) -> int:
@@ -283,7 +196,7 @@ class _Agent(LocalElasticAgent):
         for rank in range(ranks):
             report = os.pread(self._memory[1 + rank], os.fstat(self._memory[1 + rank]).st_size, 0)
             code = self._ended.get(rank)
-            if report == _INTERRUPTED or (code is not None and code == -(self._stop.signal or math.nan)):
+            if report == _INTERRUPTED:
                 raise KeyboardInterrupt
             if report:
                 problems = from_values(json.loads(report))
@@ -319,9 +232,8 @@ class _Agent(LocalElasticAgent):
     def _be_rank(self) -> Any:
         """Run the work on the rank that this process is; exit if it fails, with the error in the shared memory."""
         end_with_parent(self._launcher)
-        for number in _ASKING:
-            if not _is_ignored(number):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        for number in asking_signals():
+            signal.signal(number, _interrupt_once)  # until `work` listens
         found, meeting = world_from_environment(), Path(f"/proc/self/fd/{self._memory[0]}")
         assert found is not None, "the agent has set it"
         world = replace(found, rendezvous=meeting, gpus=self._gpus, ended=str(self._error or ""))
@@ -331,8 +243,7 @@ class _Agent(LocalElasticAgent):
         torch.set_num_threads(threads)
         try:
             result = self._work(world, partial(self._note, world.rank))
-            for number in _ASKING:
-                signal.signal(number, signal.SIG_IGN)  # the work is done; the agent takes the result
+            _ignore_signals()  # the work is done; the agent takes the result
             Finalize(None, _leave, exitpriority=0)
             return None if world.rank else result
         except KeyboardInterrupt:
@@ -354,6 +265,16 @@ class _Agent(LocalElasticAgent):
         where, got = f"rank {rank}, {self._last_seen(rank)}", f"{type(error).__name__}: {error}"
         remedy = "This is a defect of lengthwise: please report it."
         return RankError(where, expected="the rank to finish", got=got, remedy=remedy)
+
+
+def _ignore_signals() -> None:
+    for number in asking_signals():
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _interrupt_once(_number: int, _frame: object) -> None:
+    _ignore_signals()  # a terminal's signal comes from the launcher, too, while the rank cleans up
+    raise KeyboardInterrupt
 
 
 def _leave(status: int = 0) -> NoReturn:
