@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -156,7 +157,9 @@ class _Agent(LocalElasticAgent):
         let_threads_end()
         os.environ[_AGENT_SIGNALS] = ""  # the agent would replace the handlers of `StopRequest`
         try:
-            return super()._start_workers(worker_group)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Unable to enable fault handler")  # of a notebook's stderr
+                return super()._start_workers(worker_group)
         finally:
             del os.environ[_AGENT_SIGNALS]
 
