@@ -59,11 +59,12 @@ def _received(pipes: dict[int, Connection], processes: list[ForkProcess], deadli
     """Return the result of each rank, in a tuple, or its error; without those that are late after an error."""
     found = dict[int, Any]()
     while len(found) < len(pipes) and (left := deadline - time.monotonic()) > 0:
-        waiting = {pipe: rank for rank, pipe in pipes.items() if rank not in found}
-        for pipe in wait(list(waiting), timeout=left):
-            rank = waiting[pipe]
+        ready = wait([pipe for rank, pipe in pipes.items() if rank not in found], timeout=left)
+        for rank, pipe in pipes.items():
+            if pipe not in ready:
+                continue
             try:
-                found[rank] = pickle.loads(pipes[rank].recv_bytes())  # from our own child
+                found[rank] = pickle.loads(pipe.recv_bytes())  # from our own child
             except EOFError:
                 processes[rank].join()
                 got = f"its process died (exit code {processes[rank].exitcode})"

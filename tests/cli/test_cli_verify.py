@@ -16,7 +16,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
 from lengthwise.engine import objective, units
 from lengthwise.program import MicrobatchProgram
-from lengthwise.run import building, verify, verify_batch
+from lengthwise.run import prepared_run, verify, verify_batch
 from lengthwise.run.rounding import FACTOR, TOLERANCES
 from lengthwise.session import engine
 from run.small_runs import call, make_rows, write_model, write_rows, write_run
@@ -35,9 +35,9 @@ def run_file(tmp_path):
 
 
 @pytest.mark.parametrize(("ranks", "precision"), [(3, "fp64"), (3, "bf16"), more(2, "fp64"), more(3, "fp32")])
-def test_verify_passes(run_file, capsys, ranks, precision):
+def test_verify_passes(run_file, capfd, ranks, precision):
     assert full(run_file, "--ranks", ranks, "--set", f"precision={precision}") == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "PASS" in out
     assert "FAIL" not in out
     by_rounding = "all against fp32; tolerance 2 x plain bf16 (attention sdpa and eager) + 0.002: PASS"
@@ -48,40 +48,40 @@ def test_verify_passes(run_file, capsys, ranks, precision):
     assert "attention kernel: " in out
 
 
-def test_verify_warns_where_nothing_was_cut_and_what_it_says_then_cuts(run_file, capsys):
+def test_verify_warns_where_nothing_was_cut_and_what_it_says_then_cuts(run_file, capfd):
     """It leaves no output."""
     assert full(run_file, "--ranks", 1, "--set", "capacity_tokens=64") == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "exercised: packs on one rank, no ring\n" in out
     assert ": PASS (no ring: " in out.splitlines()[-1]
     assert "warning: no sequence was cut, so rings were not compared. Give --ranks 2 or more." in out
     uncut = ["--set", "planner=packed-dp", "capacity_tokens=64"]
     assert full(run_file, "--ranks", 2, *uncut) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     told = re.search(r"warning: no sequence was cut, .*To cut .*train.jsonl:5, of 61 tokens, add (--set .*)", out)
     assert full(run_file, "--ranks", 2, *uncut, *told[1].split()) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "exercised: rings of 2 ranks" in out
     assert "warning" not in out
     rows = write_rows(run_file.parent / "short.jsonl", make_rows([*[3] * 60, 100]))
     few = (f"data.0.path={rows}", "global_batch.sequences=2", "capacity_tokens=64")
     assert full(run_file, "--ranks", 2, "--set", *few) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "has 3 tokens, the longest of the data 100. Use another seed or a larger global_batch" in out
     assert not (run_file.parent / "out").exists()
 
 
-def test_verify_says_beforehand_what_it_will_take(run_file, capsys, monkeypatch):
+def test_verify_says_beforehand_what_it_will_take(run_file, capfd, monkeypatch):
     monkeypatch.setattr(cli_verify, "memory_bytes", lambda: 1e3)
     assert full(run_file, "--ranks", 2) == 0, "it refuses nothing"
-    lines = capsys.readouterr().out.splitlines()
+    lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "verify: 6 sequences, 111 tokens, fp64, 2 ranks against one process"
     assert lines[1] == "expected: mostly the start of the ranks; the passes themselves are short"
     assert lines[2].startswith("warning: this machine has 1.00KB of memory")
 
 
 @pytest.mark.parametrize("ranks", some([2, 3, 5], 1))
-def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose(tmp_path, capsys, monkeypatch, ranks):
+def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose(tmp_path, capfd, monkeypatch, ranks):
     monkeypatch.setattr(verify_batch, "SECONDS", 1e-4)
     rows = make_rows([600, 500, *[90] * 20])
     for row in rows[:2]:  # a loss at the end alone, as in a chat
@@ -92,7 +92,7 @@ def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose
         offload={"store": "disk", "path": str(tmp_path)},
     )  # fmt: skip
     assert call("verify", path, "--ranks", ranks) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     changed = next(line for line in out.splitlines() if line.startswith("for this check: "))
     assert " of 22 sequences, cut to at most " in changed
     for said in ("capacity_tokens ", "recompute none, layer, all_but_attention", "--full"):
@@ -128,15 +128,15 @@ def three_heads(plan):
 
 
 @pytest.mark.parametrize("precision", some(["fp64", "fp32"], 0))
-def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capsys, precision):
+def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capfd, precision):
     def recompute_each_in_its_way(plan):
         for microbatch, kind in zip(plan["microbatches"], RECOMPUTE_KINDS[::-1], strict=True):
             microbatch["recompute"] = kind
 
     path = hand_plan(run_file, recompute_each_in_its_way)
-    capsys.readouterr()
+    capfd.readouterr()
     assert full(run_file, "--ranks", 3, "--plan", path, "--set", f"precision={precision}") == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "plan: 3 microbatches, 2 rings" in out
     assert "exercised: rings of 2, 3 ranks, no heads split, packs on one rank" in out
     assert "PASS" in out
@@ -251,41 +251,41 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("place", "name", "broken", "ranks", "keys"), FAULTS)
-def test_verify_fails_where_the_arithmetic_is_broken(run_file, capsys, monkeypatch, place, name, broken, ranks, keys):
+def test_verify_fails_where_the_arithmetic_is_broken(run_file, capfd, monkeypatch, place, name, broken, ranks, keys):
     """By the part of a batch that it takes by default, too."""
     monkeypatch.setattr(place, name, broken)
     if name == "tensors":
         monkeypatch.setattr(verify, "plain_gradients", plain_gradients)
     for given in ((), ("--full",)) if name == "merge_block" else (("--full",),):
         assert call("verify", run_file, "--ranks", ranks, *given, "--set", *keys.split()) == 1
-        out = capsys.readouterr().out
+        out = capfd.readouterr().out
         assert "FAIL" in out
         assert "PASS" not in out
 
 
-def test_verify_passes_through_host_memory_in_chunks(run_file, capsys, monkeypatch):
+def test_verify_passes_through_host_memory_in_chunks(run_file, capfd, monkeypatch):
     """As where ranks share a GPU: every message and gradient in pieces of at most 1,024 bytes."""
 
     def joined(*arguments, **keys):
         slabs = Slabs(slab_bytes=1024, pin=lambda size: torch.empty(size, dtype=torch.uint8))
         return StagedTransport(join(*arguments, **keys), stages=torch.is_floating_point, slabs=slabs)
 
-    monkeypatch.setattr(building, "join", joined)
+    monkeypatch.setattr(prepared_run, "join", joined)
     assert full(run_file, "--ranks", 2) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "exercised: rings of " in out
     assert "PASS" in out
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", [0, 1])
-def test_verify_of_a_deep_model_in_bf16_does_not_fail_by_rounding(tmp_path, capsys, seed):
+def test_verify_of_a_deep_model_in_bf16_does_not_fail_by_rounding(tmp_path, capfd, seed):
     """24 layers, whose gradients rounding alone moves by more than 3 in 100."""
     model = write_model(tmp_path / "model", num_hidden_layers=24, seed=seed)
     rows = make_rows([30, 1, 12, 5, 61, 2], seed=seed)
     path = write_run(tmp_path, rows, model=model, global_batch={"sequences": 6}, precision="bf16")
     assert full(path, "--ranks", 3) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "PASS" in out
     worst = max(float(line.split("  ")[-1].split(",")[0]) for line in out.splitlines() if line.startswith("  model."))
     assert worst > 0.02, "more than one tolerance for all would allow"
@@ -308,22 +308,22 @@ def sum_in_bf16(self, number, parameter, inner=units.Accumulation._take):
         (units.Accumulation, "_take", sum_in_bf16, "sums of gradients"),
     ],
 )
-def test_verify_in_bf16_sees_what_is_smaller_than_rounding(run_file, capsys, monkeypatch, place, name, broken, said):
+def test_verify_in_bf16_sees_what_is_smaller_than_rounding(run_file, capfd, monkeypatch, place, name, broken, said):
     monkeypatch.setattr(place, name, broken)
     assert full(run_file, "--ranks", 2, "--set", "precision=bf16", "heads=off") == 1
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith(said)]
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith(said)]
     difference, tolerance = re.findall(r"\d[\d.]*(?:e-?\d+)?", line.rpartition("largest")[2])
     assert float(difference) > float(tolerance)
 
 
 def test_verify_says_whether_keys_are_shared_and_sees_where_their_gradients_are_not_summed(
-    run_file, capsys, monkeypatch
+    run_file, capfd, monkeypatch
 ):
     arguments = (run_file, "--ranks", 4, "--set", "capacity_tokens=20")
     assert full(*arguments, "heads=2") == 0
-    assert "heads split in groups of 2, each key head on one rank" in capsys.readouterr().out
+    assert "heads split in groups of 2, each key head on one rank" in capfd.readouterr().out
     assert full(*arguments, "heads=4") == 0
-    assert "heads split in groups of 4, key heads on several ranks in groups of 4" in capsys.readouterr().out
+    assert "heads split in groups of 4, key heads on several ranks in groups of 4" in capfd.readouterr().out
     add = heads._add
 
     def last_only(own, tokens, taken, message):
@@ -334,7 +334,7 @@ def test_verify_says_whether_keys_are_shared_and_sees_where_their_gradients_are_
 
     monkeypatch.setattr(heads, "_add", last_only)
     assert full(*arguments, "heads=4") == 1
-    assert "FAIL" in capsys.readouterr().out
+    assert "FAIL" in capfd.readouterr().out
 
 
 def test_verify_help_has_the_tolerances_of_the_code():
@@ -350,7 +350,7 @@ def test_verify_allows_an_error_of_one_in_ten_million_in_fp32(run_file, monkeypa
 
 
 @pytest.mark.parametrize("place", some(["gradient", "loss"], 0))
-def test_verify_counts_nan_as_a_failure(run_file, capsys, monkeypatch, place):
+def test_verify_counts_nan_as_a_failure(run_file, capfd, monkeypatch, place):
     real = engine.run_part
 
     def poisoned(plan, batch, context):
@@ -363,7 +363,7 @@ def test_verify_counts_nan_as_a_failure(run_file, capsys, monkeypatch, place):
 
     monkeypatch.setattr(engine, "run_part", poisoned)
     assert full(run_file, "--ranks", 2) == 1
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "FAIL" in out
     assert "PASS" not in out
     if place == "gradient":

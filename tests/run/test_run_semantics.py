@@ -37,7 +37,7 @@ def test_train_ledger_covers_every_epoch_once_whatever_the_ranks_and_planner_and
         assert call("train", path, "--ranks", ranks) == 0
         output = tmp_path / planner
         assert sorted(path.name for path in output.iterdir()) == [
-            "config.yaml", "eval.jsonl", "ledger.jsonl", "metrics.jsonl", "model", "plans",
+            "config.yaml", "eval.jsonl", "ledger.jsonl", "metrics.jsonl", "model", "plans", "torchrun.txt",
         ]  # fmt: skip
         ledgers.append(steps_of(output))
         rows = read_lines(output / "metrics.jsonl")

@@ -16,6 +16,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -134,8 +135,9 @@ class _Agent(LocalElasticAgent):
 
     def outcome(self) -> Any:
         """Run the ranks to their end; return the result of rank 0, or raise what ended them."""
+        run: Any = self.run  # a decorator hides its type
         try:
-            result = self.run()
+            result = run()
         finally:
             self._forget()
         if self._error is not None and result.is_failed():
@@ -147,7 +149,8 @@ class _Agent(LocalElasticAgent):
             os.close(file)
         self._memory, self._ended, self._deadline = [], {}, math.inf
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore - decorated
+        agent: Any = super()
         self._forget()
         self._passed_on = False
         self._memory = [os.memfd_create("lengthwise") for _ in range(1 + len(worker_group.workers))]
@@ -156,11 +159,14 @@ class _Agent(LocalElasticAgent):
         let_threads_end()
         os.environ[_AGENT_SIGNALS] = ""  # the agent would replace the handlers of `StopRequest`
         try:
-            return super()._start_workers(worker_group)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "Unable to enable fault handler")  # of a notebook's stderr
+                return agent._start_workers(worker_group)
         finally:
             del os.environ[_AGENT_SIGNALS]
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore - decorated
+        agent: Any = super()
         assert self._pcontext is not None, "the ranks have been started"
         pids = self._pcontext.pids()
         if self._stop.times > self._asks_to_stop:
@@ -171,7 +177,7 @@ class _Agent(LocalElasticAgent):
                 os.kill(pids[rank], self._stop.signal)
         self._ended |= {rank: code for rank, pid in pids.items() if (code := _exit_code(pid)) is not None}
         if not self._ended:
-            result = super()._monitor_workers(worker_group)
+            result = agent._monitor_workers(worker_group)
             if not result.is_failed():
                 return result
             self._ended = {rank: failed.exitcode for rank, failed in result.failures.items()}
