@@ -20,6 +20,7 @@ from grpo_runs import (
     Sampled,
     compared,
     in_place,
+    prompts,
     trained,
     with_tools,
 )
@@ -187,6 +188,17 @@ def test_the_next_training_is_without_the_batches_of_an_update_that_was_cut_shor
         return weights_of(trainer)
 
     assert difference(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain")) < 5e-6
+
+
+def test_batches_that_a_stream_leaves_over_weigh_as_in_trl(tmp_path, saved):
+    """A pass has three batches, and two make an update."""
+    config = {"loss_type": "grpo", "steps_per_generation": 1, "accelerator_config": {"dispatch_batches": False}}
+
+    def work(kind, name, **options):
+        stream = prompts(9).to_iterable_dataset()
+        return trained(kind, tmp_path / name, 1, loaded(saved), config=config, train_dataset=stream, **options)
+
+    compared(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain"))
 
 
 @pytest.mark.parametrize("kind", [Planned, more(PlannedRLOO)])
