@@ -201,6 +201,27 @@ def test_a_reference_that_an_evaluation_runs_again_is_measured_beside_what_train
     assert measured
 
 
+def likelihoods(of):
+    """Return a number of what `compute_metrics` gets of both sides of pairs, in their order, without padding."""
+    ids = torch.tensor(of.label_ids).clamp(min=0)
+    picked = torch.tensor(of.predictions).gather(2, ids[..., None])[..., 0] * (ids > 0)
+    return {"labels": ids.sum().item(), "picked": (picked.sum(1) @ torch.arange(1.0, len(ids) + 1.0)).item()}
+
+
+@pytest.mark.filterwarnings("ignore:.*return_outputs=True")
+def test_metrics_of_pairs_get_the_logits_of_both_sides(tmp_path):
+    def work(kind, ranks, _rank):
+        args = arguments(DPOConfig, tmp_path, ranks)
+        given = {"ref_model": model(), "train_dataset": pairs(4), "processing_class": tokenizer()}
+        # Of a smaller last batch accelerate would drop rows.
+        found = kind(model=model(), args=args, compute_metrics=likelihoods, **given).evaluate(pairs(8))
+        return [found[f"eval_{name}"] for name in ("labels", "picked", "loss")]
+
+    (expected,) = in_trainers(partial(work, DPOTrainer, 1), 1, tmp_path)
+    for found in in_trainers(partial(work, partial(PlannedDPOTrainer, capacity_tokens=CAPACITY), 2), 2, tmp_path):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 class NotRead:
     """Rows that nobody may tokenize."""
 

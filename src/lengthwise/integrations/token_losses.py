@@ -19,7 +19,7 @@ from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
-from lengthwise.integrations.arguments import NEED_LOGITS, OFF, Refusal
+from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import coefficient_key, has_dropout
 from lengthwise.session import Session, StepResult
@@ -78,8 +78,6 @@ class TokenLossMixin(PlannedTrainerMixin):
     """The same, as TRL's last loss got it."""
     _coefficient: float | None = None
     """The gradient of TRL's last loss by it; None: the coefficient of TRL's argument."""
-
-    _refused_callables = NEED_LOGITS
 
     def _check_division(self) -> None:
         """Accept a mean: TRL's loss gets all rows of a batch at once."""

@@ -184,6 +184,9 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
             first += _num_slots(batch)
         return rows
 
+    def _rows_of_metrics(self, batch: Any) -> Sequence[Row]:
+        return [{_IDS: row[_IDS]} for row in batch.rows]
+
     def _update(self, normalizer: float) -> tuple[float, StepResult]:
         del normalizer
         with torch.enable_grad():
