@@ -20,6 +20,7 @@ from grpo_runs import (
     Sampled,
     compared,
     in_place,
+    prompts,
     trained,
     with_tools,
 )
@@ -27,6 +28,7 @@ from peft import LoraConfig
 from preferences import family_model, model
 from trainers import difference, in_trainers, weights_of
 from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOTrainer
 from trl.trainer.utils import pad
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
@@ -189,6 +191,17 @@ def test_the_next_training_is_without_the_batches_of_an_update_that_was_cut_shor
     assert difference(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain")) < 5e-6
 
 
+def test_batches_that_a_stream_leaves_over_weigh_as_in_trl(tmp_path, saved):
+    """A pass has three batches, and two make an update."""
+    config = {"loss_type": "grpo", "steps_per_generation": 1, "accelerator_config": {"dispatch_batches": False}}
+
+    def work(kind, name, **options):
+        stream = prompts(9).to_iterable_dataset()
+        return trained(kind, tmp_path / name, 1, loaded(saved), config=config, train_dataset=stream, **options)
+
+    compared(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain"))
+
+
 @pytest.mark.parametrize("kind", [Planned, more(PlannedRLOO)])
 def test_a_loss_that_depends_on_more_than_log_probabilities_is_refused(kind, tmp_path, saved):
     """Its gradient would be lost."""
@@ -205,6 +218,14 @@ def test_a_loss_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch
     monkeypatch.setattr(Planned, "_is_sum", lambda _: True)
     with pytest.raises(ConfigError, match=r"loss_type: expected .* got a gradient that differs from TRL's"):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"loss_type": "vespo", **OFF})
+
+
+def test_routers_that_trl_weighs_otherwise_are_refused(tmp_path, monkeypatch):
+    kept, model = GRPOTrainer._compute_loss, family_model("mixtral", torch.float64)
+    monkeypatch.setattr(GRPOTrainer, "_compute_loss", lambda self, *of: kept(self, *of) + 0.1 * of[0]().aux_loss)
+    config = {"loss_type": "grpo", "router_aux_loss_coef": 0.5, "max_steps": 1}
+    with pytest.raises(ConfigError, match=r"got a gradient that differs from TRL's by 2.0e-01"):
+        trained(Planned, tmp_path, 1, model, capacity_tokens=128, config=config)
 
 
 @pytest.mark.parametrize("used", [[1.0, 2.01], [1.0, float("nan")]])

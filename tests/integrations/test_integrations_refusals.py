@@ -15,7 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, ModelRefused, Problems
-from lengthwise.integrations.arguments import KEPT, NEED_LOGITS, REFUSED, WITHOUT_EFFECT, problems_of
+from lengthwise.integrations.arguments import KEPT, REFUSED, WITHOUT_EFFECT, problems_of
 from lengthwise.integrations.batches import rows_of
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
@@ -36,9 +36,10 @@ def test_every_argument_stands_in_one_table():
 
 def test_the_page_names_all_that_is_refused():
     page = (Path(__file__).parents[2] / "docs" / "trainer.md").read_text()
-    reasons = {**{name: why for name, (_, why) in REFUSED.items()}, **NEED_LOGITS}
     lacking = [
-        name for name, why in reasons.items() if not re.search(rf"\| `{name}`.* \| .* \| {re.escape(why)} \|", page)
+        name
+        for name, (_, why) in REFUSED.items()
+        if not re.search(rf"\| `{name}`.* \| .* \| {re.escape(why)} \|", page)
     ]
     assert not lacking
 
@@ -69,7 +70,7 @@ def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
     names = [each.value for each in OptimizerNames if "bit" in each.value or "bnb" in each.value]
     assert {"adamw_8bit", "adamw_torch_4bit", "paged_lion_8bit"} <= set(names)
     for name in names:
-        (problem,) = problems_of(arguments(tmp_path, optim=name), callables={})
+        (problem,) = problems_of(arguments(tmp_path, optim=name))
         assert (problem.where, name in problem.got) == ("optim", True)
 
 
@@ -103,9 +104,9 @@ def test_an_argument_of_a_later_version_is_refused_unless_it_has_its_default(tmp
     known = dataclasses.fields(args)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dataclasses, "fields", lambda _: (*known, field))
-        assert problems_of(args, callables={}) == []
+        assert problems_of(args) == []
         args.halves = 4
-        (problem,) = problems_of(args, callables={})
+        (problem,) = problems_of(args)
     assert problem.where == "halves"
 
 

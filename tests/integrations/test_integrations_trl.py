@@ -7,6 +7,7 @@ import torch
 
 trl = pytest.importorskip("trl")  # an extra
 
+import datasets  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from preferences import chats, completions, family_model, model, pairs, processor, tokenizer, whole_model  # noqa: E402
 from trainers import difference, in_trainers, relative, trained  # noqa: E402
@@ -163,8 +164,62 @@ def test_dpo_is_trls(case, tmp_path):
     family = how.pop("family", None)
     one, found = both(DPOTrainer, PlannedDPOTrainer, DPOConfig, tmp_path, make=make, **how)
     if "precomputed" in case:  # the first rewards are 0, or the rounding of a reference in other batches
-        one, *found = [(logs[1:], learned) for logs, learned in (one, *found)]
+        for logs, _ in (one, *found):
+            logs[0] = {name: each for name, each in logs[0].items() if "rewards/" not in name}
     compared(one, found, tolerance=2e-4, rings="stages" not in case)
+
+
+def test_ranks_that_see_other_caches_compute_the_reference_together(tmp_path):
+    """As on nodes with disks of their own, of which one lost its files."""
+
+    def work(rank):
+        pairs(4).save_to_disk(folder := tmp_path / f"node{rank}")
+
+        def numbers():
+            args = arguments(DPOConfig, tmp_path, 2, precompute_ref_log_probs=True)
+            given = {"train_dataset": datasets.load_from_disk(folder), "processing_class": tokenizer()}
+            trainer = PlannedDPOTrainer(model=model(), args=args, capacity_tokens=CAPACITY, **given)
+            return list(trainer.train_dataset["ref_chosen_logps"])
+
+        found = [numbers(), numbers()]
+        for each in folder.glob("cache-*") if rank else ():
+            each.unlink()
+        return [*found, numbers()]
+
+    (one, other) = in_trainers(work, 2, tmp_path)
+    assert one == other == [one[0]] * 3
+
+
+def test_a_reference_that_an_evaluation_runs_again_is_measured_beside_what_training_keeps(tmp_path, monkeypatch):
+    measured = list[int]()
+    monkeypatch.setattr("lengthwise.session.room.free_bytes", lambda *_: measured.append(1) or 1e12)
+    args = arguments(DPOConfig, tmp_path, 1, precompute_ref_log_probs=True, max_steps=1)
+    given = {"train_dataset": pairs(4), "ref_model": model(), "processing_class": tokenizer(), "data_collator": None}
+    trainer = trained(PlannedDPOTrainer, args, model=model(), **given)["trainer"]
+    measured.clear()
+    trainer.evaluate(pairs(2))
+    assert measured
+
+
+def likelihoods(of):
+    """Return a number of what `compute_metrics` gets of both sides of pairs, in their order, without padding."""
+    ids = torch.tensor(of.label_ids).clamp(min=0)
+    picked = torch.tensor(of.predictions).gather(2, ids[..., None])[..., 0] * (ids > 0)
+    return {"labels": ids.sum().item(), "picked": (picked.sum(1) @ torch.arange(1.0, len(ids) + 1.0)).item()}
+
+
+@pytest.mark.filterwarnings("ignore:.*return_outputs=True")
+def test_metrics_of_pairs_get_the_logits_of_both_sides(tmp_path):
+    def work(kind, ranks, _rank):
+        args = arguments(DPOConfig, tmp_path, ranks)
+        given = {"ref_model": model(), "train_dataset": pairs(4), "processing_class": tokenizer()}
+        # Of a smaller last batch accelerate would drop rows.
+        found = kind(model=model(), args=args, compute_metrics=likelihoods, **given).evaluate(pairs(8))
+        return [found[f"eval_{name}"] for name in ("labels", "picked", "loss")]
+
+    (expected,) = in_trainers(partial(work, DPOTrainer, 1), 1, tmp_path)
+    for found in in_trainers(partial(work, partial(PlannedDPOTrainer, capacity_tokens=CAPACITY), 2), 2, tmp_path):
+        assert found == pytest.approx(expected, rel=1e-5)
 
 
 class NotRead:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import gather_object
 
 from lengthwise.core.errors import ConfigError
 
@@ -67,3 +69,27 @@ class AloneOnRank:
     def gather_for_metrics(self, values: Any) -> Any:
         """Return the values, which are those of all ranks."""
         return values
+
+
+@contextmanager
+def cached_together(dataset: Any) -> Iterator[None]:
+    """Inside the block, remove a cache file of the dataset that not all ranks see when they ask for its path.
+
+    Else the ranks that see it would leave the others alone in the work that it saves.
+    """
+    if not hasattr(dataset, "num_rows"):
+        yield
+        return
+    path_of = dataset._get_cache_file_path
+
+    def agreed(fingerprint: str) -> str:
+        path = Path(path_of(fingerprint))
+        if not all(gather_object([path.exists()])):
+            path.unlink(missing_ok=True)
+        return str(path)
+
+    dataset._get_cache_file_path = agreed
+    try:
+        yield
+    finally:
+        del dataset._get_cache_file_path

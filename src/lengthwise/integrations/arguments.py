@@ -98,19 +98,9 @@ PLANNED: Mapping[str, str] = {
 }
 """TRL's trainers that have a planned class of their own, and its module."""
 
-NEED_LOGITS: Mapping[str, str] = dict.fromkeys(
-    ("compute_metrics", "preprocess_logits_for_metrics"), "this loss of TRL makes no logits"
-)
-"""Functions of logits that a Trainer takes beside its arguments, and why trainers of some losses refuse them."""
 
-
-def problems_of(
-    arguments: Any, *, callables: Mapping[str, str], refused: Mapping[str, Refusal] = MappingProxyType({})
-) -> list[LengthwiseError]:
-    """Return the problems of a planned Trainer's arguments.
-
-    callables: functions that were given and are refused, and why. refused: fields of a subclass of TrainingArguments.
-    """
+def problems_of(arguments: Any, *, refused: Mapping[str, Refusal] = MappingProxyType({})) -> list[LengthwiseError]:
+    """Return the problems of a planned Trainer's arguments. refused: fields of a subclass of TrainingArguments."""
     problems: list[LengthwiseError] = []
 
     def refuse(where: str, expected: str, got: object, why: str, remedy: str = "Remove it.") -> None:
@@ -133,8 +123,6 @@ def problems_of(
     for name in ("split_batches", "dispatch_batches", "use_stateful_dataloader", "gradient_accumulation_kwargs"):
         if getattr(loader, name, None):
             refuse(f"accelerator_config.{name}", "none", getattr(loader, name), "every rank reads the global batch")
-    for name, why in callables.items():
-        refuse(name, "none", "a function", why)
     tabled = KEPT | WITHOUT_EFFECT.keys() | REFUSED.keys()
     for field in dataclasses.fields(arguments):
         value = getattr(arguments, field.name)

@@ -81,11 +81,11 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
             remedy = "Set router_aux_loss_coef to 0."
             raise ConfigError("router_aux_loss_coef", expected="0", got=got, remedy=remedy)
 
-    def _own(self, arguments: Any, callables: Mapping[str, str]) -> Any:
+    def _own(self, arguments: Any) -> Any:
         arguments, loading = copy.copy(arguments), copy.copy(arguments.accelerator_config)
         loading.split_batches = loading.dispatch_batches = False  # which TRL sets for the loader that it makes
         arguments.accelerator_config = loading
-        arguments = super()._own(arguments, callables)
+        arguments = super()._own(arguments)
         arguments.token_budget = 0  # else TRL asks the server for its longest sequence
         return arguments
 

@@ -78,7 +78,8 @@ class RolloutMixin(TokenLossMixin):
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return the prompts of the next update's batches."""
-        return [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)], None
+        self._batches = [batch for _, batch in zip(range(num_batches), epoch_iterator, strict=False)]
+        return self._batches, None
 
     def _end_updates(self) -> None:
         super()._end_updates()
@@ -175,12 +176,12 @@ class RolloutMixin(TokenLossMixin):
     # A step.
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Run the whole update at its last batch; return the loss of the update, 0 for the others."""
+        """Run the whole update at its last batch; return its loss, 0 for the others. Of streams see the base class."""
         start, loss = time.perf_counter(), 0.0
         self.model.train()
         self._held = (*self._held, self._prepare_inputs(inputs))
         self._step += 1
-        if self.accelerator.sync_gradients:
+        if self.accelerator.sync_gradients or inputs is self._batches[-1]:
             batches, self._held = self._held, ()
             loss, self._last = self._update_by(batches)
         self._current_train_step_time += time.perf_counter() - start
@@ -210,11 +211,11 @@ class RolloutMixin(TokenLossMixin):
     def _loss(self, batches: Sequence[Mapping[str, Any]], numbers: Tensor) -> tuple[float, Tensor]:
         """Return TRL's loss of an update's batches, and its gradient by the numbers, (2, tokens); TRL logs metrics."""
         leaf, first, ranks = numbers.detach().clone().requires_grad_(), 0, self.accelerator.num_processes
-        losses, balance = list[Tensor](), self._new_balance()
+        losses, balance, ends = list[Tensor](), self._new_balance(), self.accelerator.sync_gradients
         compute_loss: Any = self._compute_loss if self._is_sum() else self.compute_loss
         with ungathered(self.accelerator), self._synchronized(), torch.enable_grad():
             for number, batch in enumerate(batches):
-                self.accelerator.gradient_state._set_sync_gradients(number == len(batches) - 1)
+                self.accelerator.gradient_state._set_sync_gradients(ends and number == len(batches) - 1)
                 last, shape = first + num_slots(batch), batch["completion_mask"].shape
                 fields = {name: each[first:last].view(shape) for name, each in zip(NUMBERS, leaf, strict=True)}
                 # TRL divides by its part of the ranks' tokens; here one rank has all of them.

@@ -15,9 +15,9 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 
 from lengthwise.data import NO_LOSS
-from lengthwise.integrations.batches import Examples
 from lengthwise.session import Session
 from lengthwise.session.losses import Tokens
+from lengthwise.session.row_batch import Row
 
 
 class Predictions:
@@ -27,12 +27,12 @@ class Predictions:
         self._trainer = trainer
         self._found: dict[str, list[Any]] = {"predictions": [], "label_ids": [], "inputs": [], "losses": []}
 
-    def add(self, session: Session, batch: Examples, loss: float) -> None:
+    def add(self, session: Session, rows: Sequence[Row], loss: float) -> None:
         """Run the rows of a batch, whose mean loss is `loss`, and keep what `compute_metrics` gets. Collective."""
         parts: dict[str, list[Any]] = {name: [] for name in self._found}
-        logits = session.token_values(list(batch.rows), _logits)
+        logits = session.token_values(list(rows), _logits)
         preprocess = self._trainer.preprocess_logits_for_metrics
-        for row, of_row in zip(batch.rows, logits, strict=True):
+        for row, of_row in zip(rows, logits, strict=True):
             ids = torch.as_tensor(row["input_ids"], device=of_row.device)[None]
             labels = torch.as_tensor(row["labels"], device=of_row.device)[None] if "labels" in row else ids
             made = of_row[None] if preprocess is None else preprocess(of_row[None], labels)

@@ -19,7 +19,7 @@ from torch import Tensor
 from trl.trainer.utils import FusedCausalLMOutput
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
-from lengthwise.integrations.arguments import NEED_LOGITS, OFF, Refusal
+from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.models import coefficient_key, has_dropout
 from lengthwise.session import Session, StepResult
@@ -79,8 +79,6 @@ class TokenLossMixin(PlannedTrainerMixin):
     _coefficient: float | None = None
     """The gradient of TRL's last loss by it; None: the coefficient of TRL's argument."""
 
-    _refused_callables = NEED_LOGITS
-
     def _check_division(self) -> None:
         """Accept a mean: TRL's loss gets all rows of a batch at once."""
 
@@ -115,7 +113,7 @@ class TokenLossMixin(PlannedTrainerMixin):
             # Whole on each rank: it has no gradients and states.
             whole = {"shard": "zero1", "ranks_per_node": None, "stages": 1, "virtual": 1}
             options = {**self._session_options, "recompute": "none", "offload": None, **whole}
-            if self.session is not None:
+            if self.session is not None and not self.precompute_ref_logps:  # else it was measured without the reference
                 options["capacity_tokens"] = self.session.capacity_tokens  # forward alone needs less
             if self.ref_model is not None:
                 self.ref_model.requires_grad_(False)
@@ -197,6 +195,9 @@ class TokenLossMixin(PlannedTrainerMixin):
         numbers, used = self._trained().sum_over_ranks(values).split(2)
         loss, exact = loss_of(numbers)
         as_sum.check(used, exact)
+        if self.aux_loss_enabled:
+            weight = torch.tensor([[self.router_aux_loss_coef]])
+            as_sum.check(weight, torch.tensor([[self._coefficient], [0.0]]))
         return loss, result
 
     def _backward(self, planned: Any, weights: Mapping[str, Tensor]) -> StepResult:

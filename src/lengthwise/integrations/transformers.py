@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -86,10 +86,9 @@ class PlannedTrainerMixin(_Base):
         self._predictions: Predictions | None = None
         self._loss_is_checked = self._has_warned = False
         self._num_parameters = 0
-        given = {name: why for name, why in self._refused_callables.items() if kwargs.get(name) is not None}
-        positional = [self._own(each, given) if isinstance(each, TrainingArguments) else each for each in args]
+        positional = [self._own(each) if isinstance(each, TrainingArguments) else each for each in args]
         if isinstance(kwargs.get("args"), TrainingArguments):
-            kwargs["args"] = self._own(kwargs["args"], given)
+            kwargs["args"] = self._own(kwargs["args"])
         if "recompute" not in self._session_options:  # the Trainer makes its own TrainingArguments
             raise_problems(keyword_problems(self._session_options))
         super().__init__(*positional, **kwargs)
@@ -103,8 +102,6 @@ class PlannedTrainerMixin(_Base):
 
     _refused: Mapping[str, Refusal] = {}
     """Refused arguments of a subclass of TrainingArguments, in the form of `REFUSED`."""
-    _refused_callables: Mapping[str, str] = {}
-    """Refused functions of its trainer, and why."""
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
         """Return what else cannot be kept: what more than one argument says."""
@@ -119,6 +116,10 @@ class PlannedTrainerMixin(_Base):
 
     def _rows_of_update(self, batches: list[Examples]) -> list[Row]:
         return [row for batch in batches for row in batch.rows]
+
+    def _rows_of_metrics(self, batch: Any) -> Sequence[Row]:
+        """Return the rows of a batch with the labels that `compute_metrics` gets, which are its tokens if none."""
+        return batch.rows
 
     def _divides_by_items(self) -> bool:
         """Return whether the loss is known to divide by num_items_in_batch."""
@@ -135,11 +136,11 @@ class PlannedTrainerMixin(_Base):
 
     # Its arguments.
 
-    def _own(self, arguments: Any, callables: Mapping[str, str]) -> Any:
+    def _own(self, arguments: Any) -> Any:
         """Return a copy of the arguments that leaves activation checkpointing and fused layers to the session."""
         if "recompute" in self._session_options:
             return arguments
-        problems = problems_of(arguments, callables=callables, refused=self._refused)
+        problems = problems_of(arguments, refused=self._refused)
         problems += self._problems(arguments)
         if arguments.use_liger_kernel and self._session_options.get("fused_layers") == "off":
             expected, remedy = "auto or liger beside use_liger_kernel", "Remove one of them."
@@ -161,7 +162,7 @@ class PlannedTrainerMixin(_Base):
 
     def create_accelerator_and_postprocess(self) -> None:
         """Make an accelerator that wraps models in autocast only, and gives every rank all data."""
-        self.args = self._own(self.args, {})
+        self.args = self._own(self.args)
         super().create_accelerator_and_postprocess()
         leave_data_and_gradients(self.accelerator)
 
@@ -366,7 +367,7 @@ class PlannedTrainerMixin(_Base):
                 (batch,), planned = found
                 loss, counts = self._evaluate_batch(batch, planned) if batch.num_loss_tokens else (0.0, 0.0)
                 if self._predictions is not None:
-                    self._predictions.add(session, batch, loss / max(counts, 1))
+                    self._predictions.add(session, self._rows_of_metrics(batch), loss / max(counts, 1))
                 yield batch.num_examples, loss, counts
         finally:
             updates.close()

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     raise lacking(error, "trl") from None
 
 from lengthwise.data import NO_LOSS
-from lengthwise.integrations.accelerators import AloneOnRank, ungathered
+from lengthwise.integrations.accelerators import AloneOnRank, cached_together, ungathered
 from lengthwise.integrations.arguments import Refusal
 from lengthwise.integrations.batches import Examples, refuse_dropped
 from lengthwise.integrations.grpo import GRPOTrainer as GRPOTrainer
@@ -184,6 +184,9 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
             first += _num_slots(batch)
         return rows
 
+    def _rows_of_metrics(self, batch: Any) -> Sequence[Row]:
+        return [{_IDS: row[_IDS]} for row in batch.rows]
+
     def _update(self, normalizer: float) -> tuple[float, StepResult]:
         del normalizer
         with torch.enable_grad():
@@ -249,7 +252,8 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
         """Return the dataset with TRL's columns of the reference; every rank gets the batches of all ranks."""
         kept, self.accelerator = self.accelerator, AloneOnRank(self.accelerator)
         try:
-            return super()._precompute_ref_logps(dataset, name, batch_size * self.args.world_size)
+            with cached_together(dataset):
+                return super()._precompute_ref_logps(dataset, name, batch_size * self.args.world_size)
         finally:
             self.accelerator = kept
             self._end_reference()
