@@ -621,7 +621,7 @@ def test_a_session_that_nobody_closed_leaves_no_process(tmp_path):
         model = small_model()
         session = Session(model, SGD(model.parameters()), capacity_tokens=128)
         session.backward([[1, 2, 3]])
-        planner = session._planner
+        planner = session.planning.process
         del session
         gc.collect()
         return planner is None or planner._status(0) is not None

@@ -62,10 +62,15 @@ class SessionKeywords(TrainingSettings):
         description="bf16: mixed precision over fp32 weights; by default a surrounding torch.autocast decides. For "
         "another dtype convert the model; fp16 is not supported, because it needs a loss scale",
     )
-    optimizer: OptimizerConfig | None = Field(default=None, description="the section of a run file")
     device: Annotated[torch.device | None, BeforeValidator(_take_device)] = Field(
         default=None, description="where steps run, as cuda:0; by default where the model is"
     )
+
+
+class SectionKeywords(SessionKeywords):
+    """The keywords of a session beside the optimizer's section of a run file."""
+
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="as in a run file")
 
 
 class StepOptions(TypedDict, total=False):
@@ -98,13 +103,17 @@ class SessionOptions(StepOptions, total=False):
 
 
 def keyword_problems(given: Mapping[str, Any]) -> list[ConfigError]:
-    """Return the problems of keywords that do not depend on the model."""
-    return find_problems(_plain(given), SessionKeywords)
+    """Return the problems of keywords, and of an optimizer's section among them, that do not depend on the model."""
+    return find_problems(_plain(given), _root(given))
 
 
 def read_keywords(given: Mapping[str, Any]) -> SessionKeywords:
     """Return keywords in which `keyword_problems` found nothing."""
-    return SessionKeywords.model_validate(_plain(given))
+    return _root(given).model_validate(_plain(given))
+
+
+def _root(given: Mapping[str, Any]) -> type[SessionKeywords]:
+    return SectionKeywords if "optimizer" in given else SessionKeywords
 
 
 def _plain(given: Mapping[str, Any]) -> dict[str, Any]:

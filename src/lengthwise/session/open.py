@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lengthwise.comm import Transport, broadcast_bytes, from_first
 from lengthwise.core.errors import ModelRefused
@@ -126,7 +127,7 @@ def _of_a_batch(lengths: Sequence[int], batch_tokens: int) -> list[int]:
 
 def _held_bytes(settings: SessionSettings) -> int:
     """Return the bytes that a loop's model and its optimizer hold on the device where steps run."""
-    states = () if settings.asked.optimizer or not settings.optimizer else settings.optimizer.state.values()
+    states = settings.optimizer.state.values() if isinstance(settings.optimizer, Optimizer) else ()
     held = [*settings.text.parameters(), *(each for part in states for each in part.values())]
     device = settings.device.type
     return sum(each.nbytes for each in held if isinstance(each, Tensor) and each.device.type == device)

@@ -32,7 +32,7 @@ from lengthwise.models import (
 from lengthwise.models.stored_model import StoredModel
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session.engine import Engine
-from lengthwise.session.keywords import SessionKeywords, keyword_problems, read_keywords
+from lengthwise.session.keywords import SectionKeywords, SessionKeywords, keyword_problems, read_keywords
 from lengthwise.session.misuse import check_kinds
 from lengthwise.session.model import (
     PRECISIONS,
@@ -88,6 +88,11 @@ class SessionSettings:
     def on_gpus(self) -> bool:
         """Whether steps run on GPUs."""
         return self.device.type == "cuda"
+
+    @property
+    def section(self) -> OptimizerConfig | None:
+        """The section of a run file by which the session makes its optimizer; None if the loop gave one."""
+        return self.optimizer if isinstance(self.optimizer, OptimizerConfig) else None
 
     @property
     def trains(self) -> bool:
@@ -151,7 +156,7 @@ def check_settings(
     kind = recompute_of(asked)
     wrapped, trains = kind if kind in RECOMPUTE_KINDS else "none", optimizer is not None
     dtype = problems.attempt(partial(check_session_model, text, wrapped, trains=trains))
-    inner = asked.optimizer
+    inner = asked.optimizer if isinstance(asked, SectionKeywords) else None
     if trains and inner is None:
         check = partial(check_optimizer, optimizer, text, offloads=asked.offload_optimizer, is_given=stored is None)
         inner = problems.attempt(check)
@@ -202,7 +207,8 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
     widths = Counter[int]()
     for parameter in parameters:
         widths[parameter.element_size()] += parameter.numel()
-    total, section, states = sum(widths.values()), asked.optimizer, 0
+    section = optimizer if isinstance(optimizer, OptimizerConfig) else None
+    total, states = sum(widths.values()), 0
     if optimizer is not None:
         states = states_an_entry(optimizer) if section is None else len(section.states)
     trained = 0 if optimizer is None else sum(each.numel() for each in parameters if each.requires_grad)

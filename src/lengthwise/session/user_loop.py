@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
@@ -34,8 +34,8 @@ def slices_of(settings: SessionSettings, closing: ExitStack) -> Callable[[Parame
     model, text, offloads = settings.model, settings.text, settings.trained.offloads
     if settings.optimizer is None:
         return None
-    if isinstance(settings.optimizer, OptimizerConfig):
-        made = optimizer_of(settings.optimizer, text)
+    if settings.section is not None:
+        made = optimizer_of(settings.section, text)
 
         def make(parameters: Parameters, rank: int) -> SlicedOptimizer:
             optimizer = SlicedOptimizer(made, parameters, rank, offloads=offloads)
@@ -43,6 +43,7 @@ def slices_of(settings: SessionSettings, closing: ExitStack) -> Callable[[Parame
             return optimizer
 
         return make
+    assert isinstance(settings.optimizer, Optimizer), "it was checked"
     whole = read_optimizer(settings.optimizer, text)
     refuse_hooks(whole.given)
 
