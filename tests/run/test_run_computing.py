@@ -1,6 +1,5 @@
 """How a run computes: refused before any process starts, the same in all that runs the model, the same result."""
 
-import copy
 import json
 from dataclasses import replace
 from functools import partial
@@ -15,7 +14,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.models import Computing, computing
 from lengthwise.run import pricing
 from lengthwise.run.checks import prepare_job
-from lengthwise.run.prepared_run import settle_shard
+from lengthwise.run.prepared_run import read_start, settle_shard
 from run.small_runs import call, losses, make_rows, relative, train, write_run
 from tiers import more
 
@@ -49,13 +48,14 @@ def test_no_model_is_made_in_the_process_that_forks_ranks_which_use_gpus(tmp_pat
     """What a model imports (flash-linear-attention) or runs (masks) starts CUDA, which does not survive a fork."""
     path = write_run(tmp_path, make_rows(LENGTHS), precision="bf16", **keys)
     wrong = write_run(tmp_path / "wrong", make_rows(LENGTHS), model=tmp_path / "model", heads=3, **keys)
-    built, init = [], nn.Module.__init__
-    monkeypatch.setattr(nn.Module, "__init__", lambda module, *a, **k: (built.append(module), init(module, *a, **k))[1])
     job = settle_shard(prepared(path, gpus=2))
     assert job.trained.parameters > 10_000
     assert job.trained.kinds == RECOMPUTE_KINDS
     with pytest.raises(ConfigError, match="heads: expected auto, off, or a number that divides"):
         prepared(wrong, gpus=2)
+    built, init = [], nn.Module.__init__
+    monkeypatch.setattr(nn.Module, "__init__", lambda module, *a, **k: (built.append(module), init(module, *a, **k))[1])
+    read_start(path, [], ranks=2, timeout_seconds=10)
     assert not built
 
 
@@ -117,9 +117,8 @@ def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_pat
 
 def test_a_chunk_of_the_loss_is_2048_tokens_on_gpus(tmp_path):
     job = job_of(tmp_path, precision="fp32")
-    wide = copy.copy(job.model.config)
-    wide.vocab_size = 151_936
-    job = replace(job, model=replace(job.model, config=wide))
+    wide = replace(job.trained, shape=replace(job.trained.shape, vocab=151_936))
+    job = replace(job, trained=wide)
     assert [replace(job, gpus=gpus).logits_at_once for gpus in (0, 1)] == [1 << 25, 2048 * 151_936]
-    whole = job.config.model_copy(update={"loss": "whole"})
-    assert replace(job, gpus=1, config=whole).logits_at_once is None
+    whole = replace(wide, chunked=False)
+    assert replace(job, gpus=1, trained=whole).logits_at_once is None

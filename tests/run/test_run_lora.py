@@ -9,7 +9,8 @@ from safetensors.torch import load_file
 
 from lengthwise.config import load_config
 from lengthwise.cost.measured import read_measurements
-from lengthwise.run import building, pricing
+from lengthwise.models import stored_model
+from lengthwise.run import pricing
 from lengthwise.run.checks import prepare_job
 from run.small_runs import (
     call,
@@ -58,7 +59,7 @@ def test_lora_verifies_and_would_notice_adapters_that_are_scaled_otherwise(tmp_p
     out = capsys.readouterr().out
     assert "gradients: 12 tensors" in out
     assert "PASS" in out
-    build = building.build_adapted
+    build = stored_model.build_adapted
 
     def scaled(*arguments, **options):
         model = build(*arguments, **options)
@@ -67,7 +68,7 @@ def test_lora_verifies_and_would_notice_adapters_that_are_scaled_otherwise(tmp_p
                 module.scaling["default"] *= 1.0001 if precision == "fp64" else 1.5
         return model
 
-    monkeypatch.setattr(building, "build_adapted", scaled)
+    monkeypatch.setattr(stored_model, "build_adapted", scaled)
     assert call("verify", path, "--ranks", 2) == 1
     assert "FAIL" in capsys.readouterr().out
 

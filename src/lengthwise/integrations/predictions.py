@@ -17,7 +17,6 @@ from transformers.trainer_utils import EvalPrediction, denumpify_detensorize
 from lengthwise.data import NO_LOSS
 from lengthwise.session import Session
 from lengthwise.session.losses import Tokens
-from lengthwise.session.row_batch import Row
 
 
 class Predictions:
@@ -27,7 +26,7 @@ class Predictions:
         self._trainer = trainer
         self._found: dict[str, list[Any]] = {"predictions": [], "label_ids": [], "inputs": [], "losses": []}
 
-    def add(self, session: Session, rows: Sequence[Row], loss: float) -> None:
+    def add(self, session: Session, rows: Sequence[Any], loss: float) -> None:
         """Run the rows of a batch, whose mean loss is `loss`, and keep what `compute_metrics` gets. Collective."""
         parts: dict[str, list[Any]] = {name: [] for name in self._found}
         logits = session.token_values(list(rows), _logits)

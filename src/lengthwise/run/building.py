@@ -26,7 +26,7 @@ def open_session(
     say: called on rank 0 with how the model computes. draws_both: as in `build_adapted`.
     """
     ranks = SessionRanks(transport=transport, local_ranks=world.local_size, planner=process, say=say, compares=False)
-    session = Session(
+    return Session(
         stored_model(job.config, job.model, draws_both=draws_both),
         job.config.optimizer,
         ranks=ranks,
@@ -37,5 +37,3 @@ def open_session(
         timeout_seconds=job.timeout_seconds,
         **session_options(job.config, job.measured_cost),
     )
-    session.engine.kernel(session.engine.dtype, say)
-    return session

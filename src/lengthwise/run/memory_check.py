@@ -58,7 +58,7 @@ def _smaller_loss(job: Job, measuring: Measuring, tokens: int) -> list[str]:
     """Name the loss in chunks if it lets a rank hold `tokens` tokens. Collective."""
     if job.config.loss == "chunked":
         return []
-    chunked = replace(job, config=job.config.model_copy(update={"loss": "chunked"}))
+    chunked = replace(job, trained=replace(job.trained, chunked=True))
     memory = replace(measuring, logits_at_once=chunked.logits_at_once).memory()
     held = max(least(measuring.engine.transport, [memory.most_tokens(kind, tokens) for kind in memory.layouts]))
     return [f"loss: chunked (a rank then holds {tokens} tokens)"] if held >= tokens else []

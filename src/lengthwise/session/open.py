@@ -79,6 +79,8 @@ def open_session(
         remedy=SMALLER_STATE,
     ):
         engine, updates = _lay(settings, ranks, cost, rows, closing)
+    if not ranks.compares:  # a loop of ours says which kernel computes
+        engine.kernel(engine.dtype, None if ranks.transport.rank else ranks.say)
     planning = planning_of(engine, updates, cost, settings)
     engine.start_offloading()
     if ranks.planner is not None:

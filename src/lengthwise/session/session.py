@@ -107,7 +107,7 @@ class Session(SavedSession):
         known |= {"seed": seed, "timeout_seconds": timeout_seconds, "closing": self._closing}
         try:
             opened = open_session(model, optimizer, settings, **known)
-            self.optimizer = optimizer if opened.settings.section is None else opened.optimizer
+            self.optimizer: Any = optimizer if opened.settings.section is None else opened.optimizer
             self._take(opened)
         except BaseException:
             self._closing.close()

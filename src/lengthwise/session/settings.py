@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -134,7 +134,9 @@ def check_settings(
     Raises:
         ConfigError, ModelRefused, Problems: something does not work; one message has all problems.
     """
-    stored, problems = model if isinstance(model, StoredModel) else None, Collector()
+    stored: StoredModel | None = model if isinstance(model, StoredModel) else None
+    whole: Any = model
+    problems = Collector()
     check_kinds(seed=seed, timeout_seconds=timeout_seconds, **({} if stored else {"model": model}))
     if isinstance(optimizer, Mapping | OptimizerConfig):
         given = {**given, "optimizer": optimizer}
@@ -142,13 +144,13 @@ def check_settings(
         problems.add(each)
     asked = read_keywords({} if problems.problems else given)
     if stored is None:
-        check_adapters(model)
-        text, where = text_part(hugging_face_model(model)), asked.device
+        check_adapters(whole)
+        text, where = text_part(hugging_face_model(whole)), asked.device
         where = where or next(text.parameters()).device
     else:
         problems.attempt(stored.check)
         problems.raise_all()
-        model = text = stored.build(stored=False)
+        whole = text = stored.build(stored=False)
         where = asked.device or torch.device("cpu")
     if where.type == "meta" and not problems.problems:
         expected, got = "the device where steps run", "a model on the meta device, without storage"
@@ -166,7 +168,7 @@ def check_settings(
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
-        model=model,
+        model=whole,
         text=text,
         stored=stored,
         optimizer=inner,
@@ -207,10 +209,9 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
     widths = Counter[int]()
     for parameter in parameters:
         widths[parameter.element_size()] += parameter.numel()
-    section = optimizer if isinstance(optimizer, OptimizerConfig) else None
-    total, states = sum(widths.values()), 0
-    if optimizer is not None:
-        states = states_an_entry(optimizer) if section is None else len(section.states)
+    section: OptimizerConfig | None = optimizer if isinstance(optimizer, OptimizerConfig) else None
+    total, given = sum(widths.values()), cast(Any, optimizer)
+    states = len(section.states) if section else 0 if given is None else states_an_entry(given)
     trained = 0 if optimizer is None else sum(each.numel() for each in parameters if each.requires_grad)
     return TrainedModel(
         shape=shape_from_config(config.to_dict()),
