@@ -101,6 +101,13 @@ def test_a_forked_planner_ends_with_its_rank(tmp_path):
         time.sleep(0.01)
 
 
+def test_a_fork_that_closes_its_copy_leaves_the_planner_alone():
+    """What a fork collects, such as a session that nobody closed, ended the planner of its parent."""
+    with PlannerProcess(forks=True) as planner:
+        fork_ranks(lambda _world: planner.close(), 1)
+        assert '"tokens": [3, 12]' in planner.plan(PLANNING, [3, 12])[0]
+
+
 def test_a_process_with_threads_is_not_forked():
     goes_on = threading.Event()
     thread = threading.Thread(target=goes_on.wait, daemon=True)

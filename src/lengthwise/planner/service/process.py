@@ -40,7 +40,7 @@ class PlannerProcess:
     """
 
     def __init__(self, *, forks: bool = False) -> None:
-        self._asking = threading.Lock()
+        self._asking, self._owner = threading.Lock(), os.getpid()
         reading, asking = os.pipe()
         answers, writing = os.pipe()
         try:
@@ -79,7 +79,9 @@ class PlannerProcess:
         return answer
 
     def close(self) -> None:
-        """End the process, even while it plans."""
+        """End the process, even while it plans; a fork of its owner, which may collect a session, ends nothing."""
+        if os.getpid() != self._owner:
+            return
         self._kill()
         self._status(None)
         with self._asking:  # a thread that waited for an answer gets its error first
