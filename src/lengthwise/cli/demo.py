@@ -229,9 +229,10 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
     """Simulate one step of an 8B model on 8 H100s from these lengths, as `lengthwise simulate` does; draw its GPUs."""
     from lengthwise.cost import named_hardware, named_shape
     from lengthwise.report.simulation import answer_notes, answer_sentence, answer_table
+    from lengthwise.setup import lengths_of_a_batch
     from lengthwise.simulator import Scenario, compare, stretches
 
-    step = _first_step([length for length in lengths if length <= _LONGEST])
+    step = lengths_of_a_batch([length for length in lengths if length <= _LONGEST], _STEP_TOKENS)
     found = compare([step], Scenario(shape=named_shape(_MODEL), hardware=named_hardware("h100"), devices=_GPUS))
     yield f"{_MODEL}, {len(step)} files"
     yield answer_sentence(found)
@@ -244,13 +245,6 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
         work = [stretches(each.first_plan, each.first, gpu) for gpu in range(_GPUS)]
         yield from gpu_lines(work, step_seconds=each.step_seconds[0], most_seconds=most)
     yield KEY
-
-
-def _first_step(lengths: Sequence[int]) -> list[int]:
-    """Take every n-th of the sorted files: all kinds of lengths, 1M tokens in all."""
-    ordered = sorted(lengths)
-    every = max(1, -(-sum(ordered) // _STEP_TOKENS))
-    return ordered[every - 1 :: every]
 
 
 def gpu_lines(

@@ -36,8 +36,12 @@ def sliced_optimizer(
 
     fused: as in `optimizer_of`.
     """
-    whole = optimizer_of(config, model, fused=fused)
-    optimizer = SlicedOptimizer(whole, parameters, rank, offloads=config.offload)
+    return made_on_slices(optimizer_of(config, model, fused=fused), parameters, rank, offloads=config.offload)
+
+
+def made_on_slices(whole: WholeOptimizer, parameters: Parameters, rank: int, *, offloads: bool) -> SlicedOptimizer:
+    """Return an optimizer on slices with all its states. whole: of a section, made before parameters were laid."""
+    optimizer = SlicedOptimizer(whole, parameters, rank, offloads=offloads)
     optimizer.make_states()
     return optimizer
 

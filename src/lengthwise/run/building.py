@@ -25,7 +25,7 @@ def open_session(
 
     say: called on rank 0 with how the model computes. draws_both: as in `build_adapted`.
     """
-    ranks = SessionRanks(transport=transport, local_ranks=world.local_size, planner=process, say=say, compares=False)
+    ranks = SessionRanks(transport=transport, local_ranks=world.local_size, planner=process, say=say, is_run=True)
     return Session(
         stored_model(job.config, job.model, draws_both=draws_both),
         job.config.optimizer,

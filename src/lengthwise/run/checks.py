@@ -115,14 +115,14 @@ def prepare_job(
         config, tokenizer, vocab_size, attempt, timeout_seconds=timeout_seconds, one_batch=one_batch
     )
     positions, capacity = position_limit(model.config) if model else None, config.capacity_tokens
-    cuts = config.planner != PACKED_DP
     attempt(lambda: check_replicas(ranks, config.stages))
     sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages, "capacity_tokens": capacity}
-    for each in filter(None, (known, eval_dataset)):
+    fits, datasets = partial(check_fits, **sizes, cuts=config.planner != PACKED_DP), [known, eval_dataset]
+    for each in filter(None, datasets):
         if capacity != "auto" and config.offload is None:
-            attempt(lambda each=each: check_fits(each, **sizes, cuts=cuts))
+            attempt(partial(fits, each))
         if positions is not None:
-            attempt(lambda each=each: check_positions(each, positions=positions))
+            attempt(partial(check_positions, each, positions=positions))
     if steps is not None:
         attempt(lambda: check_steps(config.optimizer, steps.num_steps))
         attempt(lambda: resume and resume.check_within(steps.num_steps))
@@ -131,8 +131,7 @@ def prepare_job(
     if model:
         trained = attempt(partial(_check_model, config, model, gpus=gpus))
     if model and trained:
-        measured = partial(_measured_cost, config, model, ranks=ranks, gpus=gpus, adapters=trained.trained)
-        cost = attempt(measured)
+        cost = attempt(partial(_measured_cost, config, model, ranks=ranks, gpus=gpus, adapters=trained.trained))
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert trained is not None, "a model that cannot be trained must have been a problem"
@@ -153,9 +152,8 @@ def prepare_job(
         chosen=chosen or settled,
     )
     if capacity != "auto" and config.offload is not None:  # how much more then fits depends on the model
-        held = job.planning.most_held_tokens
-        for each in filter(None, (known, eval_dataset)):
-            attempt(lambda each=each: check_fits(each, **sizes, held_tokens=held, cuts=cuts))
+        for each in filter(None, datasets):
+            attempt(partial(fits, each, held_tokens=job.planning.most_held_tokens))
     collector.raise_all()
     steps.check_losses()
     _check_eval_losses(eval_dataset)

@@ -32,7 +32,7 @@ from lengthwise.session.room import least
 from lengthwise.session.settings import SessionSettings, check_settings, cost_of, planning_of
 from lengthwise.session.stages import cut_stages, join_stages
 from lengthwise.session.user_loop import slices_of
-from lengthwise.setup import Machine, memory_of_settings, resolve
+from lengthwise.setup import Machine, lengths_of_a_batch, memory_of_settings, resolve
 from lengthwise.simulator import MODEL_ERROR
 
 _UNMEASURED_TOKENS = 4096  # assumed capacity when layers are cut into stages before the capacity is measured
@@ -79,9 +79,9 @@ def open_session(
         remedy=SMALLER_STATE,
     ):
         engine, updates = _lay(settings, ranks, cost, rows, closing)
-    if not ranks.compares:  # a loop of ours says which kernel computes
+    if ranks.is_run:  # which says which kernel computes
         engine.kernel(engine.dtype, None if ranks.transport.rank else ranks.say)
-    planning = planning_of(engine, updates, cost, settings)
+    planning = planning_of(engine, updates, cost, settings, takes_any_loss=not ranks.is_run)
     engine.start_offloading()
     if ranks.planner is not None:
         engine.planner = planning.start(ranks.planner)
@@ -106,7 +106,7 @@ def with_layout(settings: SessionSettings, ranks: SessionRanks, cost: Cost) -> S
         (room,) = least(transport, [free_bytes(settings.device, transport.device_ranks) + _held_bytes(settings)])
         known = {"room_bytes": room or None}
     if lengths:
-        known |= {"lengths": _of_a_batch(lengths, settings.batch_tokens), "longest": max(lengths)}
+        known |= {"lengths": lengths_of_a_batch(lengths, settings.batch_tokens), "longest": max(lengths)}
         known["batch"] = settings.batch_tokens
     margin = MODEL_ERROR if settings.stored is None else 0.0  # a loop that reads the model prefers whole values
     machine = Machine(ranks=number, here=here, on_gpus=settings.on_gpus)
@@ -118,13 +118,6 @@ def with_layout(settings: SessionSettings, ranks: SessionRanks, cost: Cost) -> S
         return {"shard": found.settings.shard, "ranks_per_node": found.settings.ranks_per_node}
 
     return replace(settings, asked=settings.asked.model_copy(update=from_first(transport, layout)))
-
-
-def _of_a_batch(lengths: Sequence[int], batch_tokens: int) -> list[int]:
-    """Return lengths of all kinds that make up about one batch: every n-th of the sorted ones."""
-    ordered = sorted(lengths)
-    every = max(1, -(-sum(ordered) // batch_tokens))
-    return ordered[every - 1 :: every] or ordered
 
 
 def _held_bytes(settings: SessionSettings) -> int:

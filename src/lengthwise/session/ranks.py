@@ -21,15 +21,16 @@ class SessionRanks:
     """The joined ranks of a session.
 
     local_ranks: number of ranks on this machine. planner: the planner's process on rank 0; None on other ranks, and if
-    the session runs given plans only. say: reports a choice; rank 0 alone calls it. compares: whether the ranks compare
-    what their loops did before they run; a loop of ours does the same on all ranks.
+    the session runs given plans only. say: reports a choice; rank 0 alone calls it. is_run: whether the loop is that of
+    a run file, which does the same on all ranks and takes the session's own loss alone: then ranks do not compare what
+    they did, and other losses are not measured.
     """
 
     transport: Transport
     local_ranks: int
     planner: PlannerProcess | None = None
     say: Callable[[str], None] = _say
-    compares: bool = True
+    is_run: bool = False
 
 
 def join_ranks(device: torch.device, timeout_seconds: float, closing: ExitStack) -> SessionRanks:

@@ -194,12 +194,19 @@ def measuring_of(
 
 
 def measured_of(
-    engine: Engine, settings: SessionSettings, *, trains: bool, kept_bytes: float = 0.0, end_bytes: float = 0.0
+    engine: Engine,
+    settings: SessionSettings,
+    *,
+    trains: bool,
+    takes_any_loss: bool,
+    kept_bytes: float = 0.0,
+    end_bytes: float = 0.0,
 ) -> tuple[Capacities, Capacities | None]:
     """Measure what a rank of a session or a run holds; arguments as of `Measuring`. Collective.
 
-    Returns (what it holds with the session's own loss, what it holds with losses over whole logits). The second may
-    hold no kind; it is None if the session's own loss makes whole logits, too.
+    takes_any_loss: whether losses may come that need whole logits. Returns (what it holds with the session's own loss,
+    what it holds with losses over whole logits). The second may hold no kind; it is None if no other loss can come, or
+    if the session's own makes whole logits, too.
 
     Raises:
         MemoryShortage: not even 128 tokens of the session's own loss fit.
@@ -223,7 +230,7 @@ def measured_of(
         got = f"{free}B free beside the model, its gradients and optimizer, and a tenth left free"
         remedy = "Use more ranks (they share the optimizer), a smaller model, recompute: auto, or more memory."
         raise MemoryShortage(where, expected=f"room for {STEP_TOKENS} tokens", got=got, remedy=remedy)
-    if measuring.logits_at_once is None:
+    if measuring.logits_at_once is None or not takes_any_loss:
         return found, None
     return found, replace(measuring, logits_at_once=None).held(ratio=of_all)
 

@@ -125,7 +125,7 @@ class Session(SavedSession):
         self.runner = StepRunner(engine=self.engine, writer=SliceWriter(self._transport))
         self._closing.callback(self.runner.writer.close)
         self._updates, self._agreement = opened.optimizer, None
-        if not opened.ranks.compares:
+        if opened.ranks.is_run:
             return
         if planner is not None:
             weakref.finalize(self, planner.close)  # of a session that nobody closes

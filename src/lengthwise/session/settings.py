@@ -240,19 +240,23 @@ def cost_of(settings: SessionSettings) -> Cost:
 
 
 def planning_of(
-    engine: Engine, updates: SlicedOptimizer | None, cost: Cost, settings: SessionSettings
+    engine: Engine, updates: SlicedOptimizer | None, cost: Cost, settings: SessionSettings, *, takes_any_loss: bool
 ) -> SessionPlanning:
-    """Return the planning of a session's steps; measure how many tokens fit if that was asked for. Collective."""
+    """Return the planning of a session's steps; measure how many tokens fit if that was asked for. Collective.
+
+    takes_any_loss: as in `measured_of`.
+    """
     asked, measured, whole = settings.asked, None, None
     if settings.capacity_tokens is not None:
         capacities = {settings.recompute: settings.capacity_tokens}
     elif updates is None:
-        found, whole = measured_of(engine, settings, trains=False)
+        found, whole = measured_of(engine, settings, trains=False, takes_any_loss=takes_any_loss)
         capacities = {"none": max(found.plain.values())}
     else:
         kept, end = updates.pending_bytes()
         with updates.collecting():
-            measured, whole = measured_of(engine, settings, trains=True, kept_bytes=kept, end_bytes=end)
+            held: dict[str, Any] = {"kept_bytes": kept, "end_bytes": end, "takes_any_loss": takes_any_loss}
+            measured, whole = measured_of(engine, settings, trains=True, **held)
         updates.zero_grad()
         capacities = dict(measured.plain)
     memory = memory_of_settings(asked, settings.trained, ranks=engine.transport.world_size, on_gpus=settings.on_gpus)

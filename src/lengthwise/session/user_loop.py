@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lengthwise.core.errors import ConfigError, ModelRefused
-from lengthwise.engine.optimizer import SlicedOptimizer
+from lengthwise.engine.optimizer import SlicedOptimizer, made_on_slices
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.placing import pickled
 from lengthwise.engine.whole_optimizer import optimizer_of, read_optimizer
@@ -35,14 +35,7 @@ def slices_of(settings: SessionSettings, closing: ExitStack) -> Callable[[Parame
     if settings.optimizer is None:
         return None
     if settings.section is not None:
-        made = optimizer_of(settings.section, text)
-
-        def make(parameters: Parameters, rank: int) -> SlicedOptimizer:
-            optimizer = SlicedOptimizer(made, parameters, rank, offloads=offloads)
-            optimizer.make_states()
-            return optimizer
-
-        return make
+        return partial(made_on_slices, optimizer_of(settings.section, text), offloads=offloads)
     assert isinstance(settings.optimizer, Optimizer), "it was checked"
     whole = read_optimizer(settings.optimizer, text)
     refuse_hooks(whole.given)

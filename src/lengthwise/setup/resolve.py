@@ -82,6 +82,13 @@ def model_of_run(config: RunConfig, shape: ModelShape, *, on_gpus: bool, **known
     )
 
 
+def lengths_of_a_batch(lengths: Sequence[int], batch_tokens: int) -> list[int]:
+    """Return lengths of all kinds that make up about one batch: every n-th of the sorted ones."""
+    ordered = sorted(lengths)
+    every = max(1, -(-sum(ordered) // batch_tokens))
+    return ordered[every - 1 :: every] or ordered
+
+
 def offload_of(section: OffloadConfig | None) -> str | float:
     """Return the `offload` section as planners take it: off, auto, or a ratio of every microbatch."""
     return "off" if section is None else section.ratio
