@@ -31,6 +31,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, shape_from_config
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import apply_policy, check_recompute, model_loss
+from lengthwise.models.model_source import build_skeleton
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import check_plan, far_peers, lower_plan, refuse_unsupported
 from models.test_models_parity import (
@@ -62,11 +63,11 @@ def same_bits(got, want):
 
 
 def test_family_without_hugging_faces_wrap_is_refused_by_name():
-    config = tiny_family_config("ctrl")
-    check_recompute(config, "none")
+    model = build_skeleton(tiny_family_config("ctrl"))
+    check_recompute(model, "none")
     for kind in AGAIN:
         with pytest.raises(ModelRefused, match=f"{kind} with ctrl"):
-            check_recompute(config, kind)
+            check_recompute(model, kind)
 
 
 # Splits of two kinds over four ranks, one of more ranks than there are heads of keys, rings and packs beside them.

@@ -82,7 +82,7 @@ def test_under_zero3_every_rank_reads_its_own_rows(tmp_path, monkeypatch):
         return sum(each.num_bytes for each in made)
 
     size = sum(each.nbytes for each in AutoModelForCausalLM.from_pretrained(folder).parameters())
-    assert max(in_ranks(work, 2, tmp_path)) < 0.6 * size
+    assert all(0.4 * size < each < 0.6 * size for each in in_ranks(work, 2, tmp_path))
 
 
 def test_a_stored_model_and_a_section_are_checked_in_words(tmp_path):

@@ -22,17 +22,19 @@ from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.models.double import as_here
 from lengthwise.models.dropout import KeyedDropout
-from lengthwise.models.model_source import build_skeleton
 from lengthwise.models.modules import modules_of
 
 _REMEDY = "This model can only be trained with `recompute: none`."
 
 
-def check_recompute(config: Any, kind: str) -> None:
+def check_recompute(model: Any, kind: str) -> None:
     """Raise ModelRefused if recomputation is asked for and the model's layers have no wrap for it."""
-    if kind != "none" and not wrapped_layers(build_skeleton(config)):
-        expected = "none, or a model with Hugging Face's gradient checkpointing"
-        raise ModelRefused("recompute", expected=expected, got=f"{kind} with {config.model_type}", remedy=_REMEDY)
+    if kind != "none" and not wrapped_layers(model):
+        expected, got = (
+            "none, or a model with Hugging Face's gradient checkpointing",
+            f"{kind} with {model.config.model_type}",
+        )
+        raise ModelRefused("recompute", expected=expected, got=got, remedy=_REMEDY)
 
 
 @contextlib.contextmanager

@@ -41,9 +41,11 @@ class StoredModel:
         """Return the model of a folder or a hub name. dtype: fp32, bf16 or fp64.
 
         Raises:
-            ConfigError: there is no such model, or it has no weights.
+            LengthwiseError: there is no such model, or it cannot be trained; one error has all problems.
         """
-        return cls(source=find_model(name, weights=None), lora=lora, dtype=DTYPES[dtype], seed=seed)
+        model = cls(source=find_model(name, weights=None), lora=lora, dtype=DTYPES[dtype], seed=seed)
+        model.check()
+        return model
 
     def check(self) -> None:
         """Check config, weights and adapters without reading tensors.

@@ -38,7 +38,6 @@ from lengthwise.engine.shortage import free_bytes
 from lengthwise.models import (
     DTYPES,
     ModelSource,
-    check_model_config,
     count_parameters,
     find_model,
     position_limit,
@@ -233,12 +232,13 @@ def _check_model(config: RunConfig, source: ModelSource, *, gpus: int) -> Traine
     Raises:
         LengthwiseError: one error has all problems.
     """
-    check_model_config(source.config)
+    stored = stored_model(config, source)
+    stored.check()
     if not (gpus and source.weights and config.shard != "zero1"):  # else ranks may read their own rows
         check_room(source, count_parameters(source.config))
     where = torch.device("cuda" if gpus else "cpu")
     options = {**session_options(config, None), "device": where}
-    return check_settings(stored_model(config, source), config.optimizer, options).trained
+    return check_settings(stored, config.optimizer, options).trained
 
 
 def check_room(model: ModelSource, parameters: int) -> None:

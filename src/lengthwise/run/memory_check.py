@@ -25,7 +25,7 @@ from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.run.job import Job
 from lengthwise.session.engine import Engine
-from lengthwise.session.room import Measuring, kinds_of, least, measuring_of
+from lengthwise.session.room import Measuring, least, measuring_of
 
 
 def check_longest(job: Job, engine: Engine, capacities: Capacities, end_bytes: float) -> None:
@@ -41,7 +41,7 @@ def check_longest(job: Job, engine: Engine, capacities: Capacities, end_bytes: f
     sharing = job.replicas if cuts else 1
     if longest <= held * sharing:
         return
-    kinds = kinds_of(job.model.config, config.recompute)
+    kinds = job.trained.kinds if config.recompute == "auto" else [config.recompute]
     measuring = measuring_of(engine, kinds=kinds, heads=config.heads, most_tokens=job.most_tokens, end_bytes=end_bytes)
     stages = config.stages
     got = f"{longest} tokens; {counted(job.replicas, 'rank' if stages == 1 else 'replica')} of {held} each (measured)"
@@ -71,7 +71,7 @@ def _savers(job: Job, measuring: Measuring, tokens: int, capacities: Capacities)
     """
     transport, can_offload = measuring.engine.transport, job.model.text.num_hidden_layers > 2
     leaving = max(LEAVING_BYTES.values()) if can_offload else None  # whatever store it would be
-    memory = replace(measuring, kinds=kinds_of(job.model.config, "auto"), leaving_bytes=leaving).memory()
+    memory = replace(measuring, kinds=job.trained.kinds, leaving_bytes=leaving).memory()
     others, remedies = [kind for kind in memory.layouts if kind not in capacities.plain], list[str]()
     held = least(transport, [memory.most_tokens(kind, tokens) for kind in others])
     enough = [kind for kind, most in zip(others, held, strict=True) if most >= tokens]

@@ -75,7 +75,7 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         remedy = "Give the model itself, not a wrapper of DDP or torch.compile."
         raise ModelRefused(where, expected="a Hugging Face causal language model", got="none", remedy=remedy)
     config = whole_model(model).config
-    for check in (lambda: check_model_config(config), lambda: check_recompute(config, recompute)):
+    for check in (lambda: check_model_config(config), lambda: check_recompute(model, recompute)):
         try:
             check()
         except LengthwiseError as error:

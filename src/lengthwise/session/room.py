@@ -18,12 +18,10 @@ import torch
 from torch import nn
 
 from lengthwise.comm import Mesh, Transport, share_first, share_numbers
-from lengthwise.core.errors import MemoryShortage, ModelRefused
-from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.errors import MemoryShortage
 from lengthwise.cost import RESERVED, STEP_TOKENS, StepBytes, shape_from_config
 from lengthwise.engine.measuring import ALONE, FallingLine, Layout, SmallPasses, measure_microbatch
 from lengthwise.engine.shortage import SMALLER_STATE, free_bytes, reporting_shortage
-from lengthwise.models import check_recompute
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner.service.rank_memory import Capacities, RankMemory
 from lengthwise.report.figures import count
@@ -214,7 +212,7 @@ def measured_of(
     engine.transport.phase = "start, measuring what fits into memory"
     measuring = measuring_of(
         engine,
-        kinds=kinds_of(engine.config, settings.recompute),
+        kinds=settings.trained.kinds if settings.recompute == "auto" else [settings.recompute],
         heads=settings.asked.heads,
         most_tokens=settings.batch_tokens,
         trains=trains,
@@ -263,20 +261,6 @@ def _embedding_alone_trains(model: Any) -> Iterator[None]:
             parameter.grad = None
         for parameter, trains in before:
             parameter.requires_grad_(trains)
-
-
-def kinds_of(config: Any, asked: str) -> list[str]:
-    """List the kinds of recomputation to choose from: the given one, or for `auto` all that the family can take."""
-    if asked != "auto":
-        return [asked]
-    kinds = []
-    for kind in RECOMPUTE_KINDS:
-        try:
-            check_recompute(config, kind)
-        except ModelRefused:  # a family whose layers Hugging Face does not wrap
-            continue
-        kinds.append(kind)
-    return kinds
 
 
 def capacities_sentence(capacities: Capacities, batch_tokens: int) -> str:

@@ -28,6 +28,7 @@ from lengthwise.models import (
     has_own_logits,
     text_part,
     whole_model,
+    wrapped_layers,
 )
 from lengthwise.models.stored_model import StoredModel
 from lengthwise.planner.service.step_planning import step_planning
@@ -43,7 +44,7 @@ from lengthwise.session.model import (
 )
 from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
-from lengthwise.session.room import kinds_of, measured_of
+from lengthwise.session.room import measured_of
 from lengthwise.setup import TrainedModel, memory_of_settings, offload_of
 
 _MOST_TOKENS = 2**22  # assumed tokens of a batch when memory is measured, if the lengths are unknown
@@ -148,8 +149,6 @@ def check_settings(
         text, where = text_part(hugging_face_model(whole)), asked.device
         where = where or next(text.parameters()).device
     else:
-        problems.attempt(stored.check)
-        problems.raise_all()
         whole = text = stored.build(stored=False)
         where = asked.device or torch.device("cpu")
     if where.type == "meta" and not problems.problems:
@@ -219,7 +218,7 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
         parameters=total,
         trained=trained if trained < total else None,
         ties=bool(getattr(config, "tie_word_embeddings", False)),
-        kinds=tuple(kinds_of(config, "auto")),
+        kinds=RECOMPUTE_KINDS if wrapped_layers(text) else ("none",),
         states=states,
         offloads=optimizer is not None and (asked.offload_optimizer or (section is not None and section.offload)),
         chunked=not (has_own_logits(text) if stored is None else stored.whole_logits),
