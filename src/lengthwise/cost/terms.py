@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import reduce
 from math import inf
-from operator import add
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -230,7 +228,11 @@ class Cost:
 
     def attention_seconds(self, tokens: Floats, positions: Numbers) -> Floats:
         """Return the attention of sequence i in seconds, all ranks together; smaller blocks run slower."""
-        return reduce(add, (self._blocks_seconds(pairs, block / positions) for pairs, block in self._blocks(tokens)))
+        (pairs, block), *between = self._blocks(tokens)
+        seconds = self._blocks_seconds(pairs, block / positions)
+        for pairs, block in between:
+            seconds = seconds + self._blocks_seconds(pairs, block / positions)
+        return seconds
 
     def _blocks_seconds(self, squared: Floats, tokens: Floats) -> Floats:
         """Return the seconds of squared tokens in blocks of so many tokens."""
@@ -242,7 +244,7 @@ class Cost:
 
     def seen_pairs(self, tokens: Floats) -> Floats:
         """Return the squared tokens of attention, entry i of sequence i: s^2 unless a window is shorter, or a tree."""
-        return reduce(add, (pairs for pairs, _ in self._blocks(tokens)))
+        return sum(pairs for pairs, _ in self._blocks(tokens))  # type: ignore[return-value] - of arrays
 
     def _blocks(self, tokens: Floats) -> list[tuple[Floats, Floats]]:
         """Return (squared tokens, tokens of a block) inside of sequences and, if some are trees, between theirs."""
