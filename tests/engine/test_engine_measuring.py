@@ -13,9 +13,9 @@ from lengthwise.engine import measuring
 from lengthwise.engine.byte_watch import Step
 from lengthwise.engine.measuring import FallingLine, Seen
 from lengthwise.models import Computing
-from lengthwise.session import room
+from lengthwise.session import capacity as room
+from lengthwise.session.capacity import Measuring
 from lengthwise.session.engine import Engine
-from lengthwise.session.room import Measuring
 from tiers import more
 
 CPU, MB = torch.device("cpu"), 2**20

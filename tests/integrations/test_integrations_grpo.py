@@ -281,7 +281,7 @@ def test_memory_is_measured_beside_an_engine_in_this_process(sleeps, tmp_path, s
     """Of vLLM's: awake, it has taken its part before; asleep, it has given it back."""
     awake, made = list[int](), list[Colocated]()
     monkeypatch.setattr(Colocated, "reset_prefix_cache", lambda self: self.weights.append(0.0))
-    monkeypatch.setattr("lengthwise.session.room.free_bytes", lambda *_: awake.append(len(made[0].awake)) or 1e12)
+    monkeypatch.setattr("lengthwise.session.capacity.free_bytes", lambda *_: awake.append(len(made[0].awake)) or 1e12)
     kept = Colocated.__init__
     monkeypatch.setattr(Colocated, "__init__", lambda self, **how: made.append(self) or kept(self, **how))
     config = {"use_vllm": True, "vllm_enable_sleep_mode": sleeps, "max_steps": 1}

@@ -192,7 +192,7 @@ def test_ranks_that_see_other_caches_compute_the_reference_together(tmp_path):
 
 def test_a_reference_that_an_evaluation_runs_again_is_measured_beside_what_training_keeps(tmp_path, monkeypatch):
     measured = list[int]()
-    monkeypatch.setattr("lengthwise.session.room.free_bytes", lambda *_: measured.append(1) or 1e12)
+    monkeypatch.setattr("lengthwise.session.capacity.free_bytes", lambda *_: measured.append(1) or 1e12)
     args = arguments(DPOConfig, tmp_path, 1, precompute_ref_log_probs=True, max_steps=1)
     given = {"train_dataset": pairs(4), "ref_model": model(), "processing_class": tokenizer(), "data_collator": None}
     trainer = trained(PlannedDPOTrainer, args, model=model(), **given)["trainer"]

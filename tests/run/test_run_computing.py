@@ -12,9 +12,10 @@ from lengthwise.config import build_config
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.models import Computing, computing
-from lengthwise.run import pricing
+from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job
-from lengthwise.run.prepared_run import read_start, settle_shard
+from lengthwise.run.prepared_run import read_start
+from lengthwise.setup import memory_of_settings
 from run.small_runs import call, losses, make_rows, relative, train, write_run
 from tiers import more
 
@@ -31,9 +32,6 @@ def prepared(path, *, gpus=0):
 
 
 def test_the_job_hands_all_of_it_on_or_refuses_it_before_a_gpu_is_touched(tmp_path):
-    assert job_of(tmp_path, device="cpu").computing == Computing()
-    found = job_of(tmp_path, attention="reference", fused_layers="off").computing
-    assert found == Computing(attention="reference", fused_layers="off")
     with pytest.raises(ConfigError, match="flash3: there is no package flash_attn_interface"):
         job_of(tmp_path, gpus=1, precision="bf16", attention="flash3")
     with pytest.raises(ConfigError, match="flash2: flash attention takes bf16, not float64"):
@@ -48,7 +46,7 @@ def test_no_model_is_made_in_the_process_that_forks_ranks_which_use_gpus(tmp_pat
     """What a model imports (flash-linear-attention) or runs (masks) starts CUDA, which does not survive a fork."""
     path = write_run(tmp_path, make_rows(LENGTHS), precision="bf16", **keys)
     wrong = write_run(tmp_path / "wrong", make_rows(LENGTHS), model=tmp_path / "model", heads=3, **keys)
-    job = settle_shard(prepared(path, gpus=2))
+    job = prepared(path, gpus=2)
     assert job.trained.parameters > 10_000
     assert job.trained.kinds == RECOMPUTE_KINDS
     with pytest.raises(ConfigError, match="heads: expected auto, off, or a number that divides"):
@@ -67,7 +65,7 @@ def test_experts_in_one_product_are_refused_in_fp64_before_any_process_starts(tm
     config.save_pretrained(tmp_path / "mixture")
     with pytest.raises(ConfigError, match="grouped products take bf16 and fp32, not float64"):
         job_of(tmp_path, experts="grouped_mm", model=str(tmp_path / "mixture"))
-    assert job_of(tmp_path, experts="grouped_mm", precision="bf16", model=str(tmp_path / "mixture")).computing.experts
+    assert job_of(tmp_path, experts="grouped_mm", precision="bf16", model=str(tmp_path / "mixture")).trained
 
 
 @pytest.mark.parametrize("lora", [more(None), more({"r": 4})])
@@ -100,25 +98,28 @@ def test_a_run_by_the_reference_is_said_and_gives_the_same(tmp_path, capfd):
     assert "attention kernel: reference" in " ".join("".join(capfd.readouterr()).split())
 
 
-def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_path, monkeypatch):
-    job, asked = job_of(tmp_path, attention="reference"), []
+def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_path, monkeypatch, capfd):
+    asked = []
     error = ConfigError("samples", expected="none", got="none", remedy="None.")
 
     def profile(source, world, transport, settings, **_):
         asked.append(settings.computing)
         raise error
 
-    monkeypatch.setattr(pricing, "profile", profile)
-    monkeypatch.setattr(pricing, "open_store", lambda *_, **__: None)
-    world = type("World", (), {"device": None, "rank": 0})()
-    assert "not measured" in pricing.Pricing(job.planning, follows_speeds=False).measure(job, world, None, None)
+    monkeypatch.setattr(setup, "profile", profile)
+    monkeypatch.setattr(setup, "open_store", lambda *_, **__: None)
+    output = train(
+        write_run(tmp_path, make_rows(LENGTHS), attention="reference", measurements="auto", capacity_tokens=64, steps=1)
+    )
     assert asked == [Computing(attention="reference")]
+    assert "not measured, planned by estimates" in " ".join(capfd.readouterr().out.split())
+    assert output.is_dir()
 
 
 def test_a_chunk_of_the_loss_is_2048_tokens_on_gpus(tmp_path):
     job = job_of(tmp_path, precision="fp32")
     wide = replace(job.trained, shape=replace(job.trained.shape, vocab=151_936))
-    job = replace(job, trained=wide)
-    assert [replace(job, gpus=gpus).logits_at_once for gpus in (0, 1)] == [1 << 25, 2048 * 151_936]
+    found = [memory_of_settings(job.config, wide, ranks=2, on_gpus=gpus).logits_at_once for gpus in (False, True)]
+    assert found == [1 << 25, 2048 * 151_936]
     whole = replace(wide, chunked=False)
-    assert replace(job, gpus=1, trained=whole).logits_at_once is None
+    assert memory_of_settings(job.config, whole, ranks=2, on_gpus=True).logits_at_once is None

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from lengthwise.config import build_config
-from lengthwise.profiler.place import device_bytes, first_gpu_name
+from lengthwise.profiler.place import first_gpu_name
 from lengthwise.run import job as jobs
-from lengthwise.run.checks import prepare_job
+from lengthwise.run.checks import prepare_job, session_options, stored_model
+from lengthwise.session.settings import check_settings, cost_of
 from run.small_runs import make_rows, write_run
 
 
@@ -20,20 +21,22 @@ def job_of(folder, **where):
 
 
 @pytest.mark.parametrize(
-    ("where", "hardware", "said"),
+    ("name", "hardware", "said"),
     [
-        ({}, "cpu", None),
-        ({"gpus": 2, "gpu_name": "NVIDIA H200"}, "h200", None),
-        ({"gpus": 1, "gpu_name": "NVIDIA H100 80GB HBM3"}, "h100", None),
-        ({"gpus": 1, "gpu_name": "NVIDIA L4"}, "h100", "NVIDIA L4 is planned with the figures of h100"),
-        ({"gpus": 1}, "h100", "a GPU is planned with the figures of h100"),
+        (None, "cpu", None),
+        ("NVIDIA H200", "h200", None),
+        ("NVIDIA H100 80GB HBM3", "h100", None),
+        ("NVIDIA L4", "h100", "NVIDIA L4 is planned with the figures of h100"),
     ],
 )
-def test_a_run_is_priced_as_its_gpu(tmp_path, where, hardware, said):
-    job = job_of(tmp_path, **where)
+def test_a_session_is_priced_as_its_gpu(tmp_path, monkeypatch, name, hardware, said):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    job = job_of(tmp_path, gpus=int(name is not None), gpu_name=name)
+    options = {**session_options(job.config), "device": torch.device("cuda" if name else "cpu")}
+    cost, note = cost_of(check_settings(stored_model(job.config, job.model), job.config.optimizer, options), 2)
     assert job.hardware == hardware
-    assert hardware in job.planning.cost.version
-    assert job.hardware_note is None if said is None else job.hardware_note.startswith(said)
+    assert hardware in cost.version
+    assert note is None if said is None else note.startswith(said)
 
 
 def test_ranks_of_different_gpus_agree_whether_to_measure(tmp_path, monkeypatch):
@@ -45,11 +48,11 @@ def test_ranks_of_different_gpus_agree_whether_to_measure(tmp_path, monkeypatch)
     assert lowest < highest
     for run_seconds in (lowest / 2, (lowest * highest) ** 0.5, 2 * highest):  # the middle one parts the two estimates
         monkeypatch.setattr(jobs, "MEASURING_SECONDS", run_seconds / jobs._MEASURED_RUN)
-        assert slow.measures_at_start == fast.measures_at_start == (run_seconds < lowest)
+        assert slow.measures_at_start("zero1") == fast.measures_at_start("zero1") == (run_seconds < lowest)
 
 
 def test_the_gpu_is_asked_in_a_child(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: f"NVIDIA H200 of {os.getpid()}")
     assert first_gpu_name() not in (None, f"NVIDIA H200 of {os.getpid()}")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: (_ for _ in ()).throw(RuntimeError("no driver")))
-    assert device_bytes() is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: (_ for _ in ()).throw(RuntimeError("no driver")))
+    assert first_gpu_name() is None

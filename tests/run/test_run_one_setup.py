@@ -15,7 +15,6 @@ from lengthwise.cli.plan import PlanCommand
 from lengthwise.config import build_config
 from lengthwise.cost import analytic_cost, named_hardware, named_shape
 from lengthwise.run.checks import prepare_job, session_options, stored_model
-from lengthwise.run.prepared_run import settle_shard
 from lengthwise.session import open as session_open
 from lengthwise.session.open import with_layout
 from lengthwise.session.ranks import SessionRanks
@@ -51,13 +50,21 @@ def model(folder):
 
 def planned_by(settings):
     """What plans a session of these settings, once it has a layout."""
-    transport, cost = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS), cost_of(settings)
+    transport = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS)
+    cost, _ = cost_of(settings, RANKS)
     found = with_layout(settings, SessionRanks(transport=transport, local_ranks=2, say=print), cost)
     return planning_of(SimpleNamespace(transport=transport), None, cost, found, takes_any_loss=True)
 
 
 def of_session(model, keys):
     return planned_by(check_settings(model, torch.optim.AdamW(model.parameters()), keys)).ahead
+
+
+def of_run(config, *, device="cpu"):
+    job = prepare_job(config, ranks=RANKS, timeout_seconds=10, gpus=RANKS * (device != "cpu"))
+    options = {**session_options(job.config), "device": torch.device(device)}
+    known = {"lengths": LENGTHS, "batch_tokens": job.most_tokens}
+    return planned_by(check_settings(stored_model(job.config, job.model), job.config.optimizer, options, **known)).ahead
 
 
 def of_plan(path, **options):
@@ -93,11 +100,7 @@ def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
     keys["offload"] = ratio and {"store": "disk", "path": str(folder), "ratio": ratio}
     path = write_run(folder, precision="fp32", **keys)
     config = build_config(json.loads(path.read_text()), folder=folder)
-    job = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10))
-    trained, options = job.planning, session_options(job.config, None)
-    lengths = {"lengths": LENGTHS, "batch_tokens": job.most_tokens}
-    run = planned_by(check_settings(stored_model(job.config, job.model), config.optimizer, options, **lengths))
-    assert run.ahead == run.whole == trained
+    trained = of_run(config)
     assert trained.options.context_tokens == max(LENGTHS)
     assert known(of_session(model, keys)) == known(trained)
     assert_same(of_plan(path), trained)
@@ -111,7 +114,7 @@ def test_a_session_of_adapters_is_priced_as_a_run_of_them(folder, monkeypatch):
     keys = {"capacity_tokens": 64, "heads": "off", "shard": "zero1"}
     path = write_run(folder, precision="fp32", lora={"r": 2, "target_modules": ["q_proj"]}, **keys)
     config = build_config(json.loads(path.read_text()), folder=folder)
-    trained = settle_shard(prepare_job(config, ranks=RANKS, timeout_seconds=10)).planning
+    trained = of_run(config)
     plain = AutoModelForCausalLM.from_pretrained(folder / "model")
     wrapped = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"]))
     assert known(of_session(wrapped.get_base_model(), keys)) == known(trained)
@@ -125,13 +128,16 @@ def test_a_session_of_adapters_is_priced_as_a_run_of_them(folder, monkeypatch):
         {"stages": 2, "optimizer": {"offload": True}},
     ],
 )
-def test_a_plan_for_gpus_is_priced_as_a_run_on_them(folder, keys):
+def test_a_plan_for_gpus_is_priced_as_a_run_on_them(folder, monkeypatch, keys):
     """Adapters, the precision and an optimizer on the host of stages did not count in plans."""
     path = write_run(folder, **{"precision": "bf16", "capacity_tokens": 64, **keys})
     config = build_config(json.loads(path.read_text()), folder=folder)
-    job = replace(prepare_job(config, ranks=RANKS, timeout_seconds=10), gpus=RANKS, gpu_name="NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
+    monkeypatch.setattr(session_open, "free_bytes", lambda *_: 80e9)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     planned = of_plan(path, hardware="h100")
-    assert_same(planned, job.planning)
+    assert_same(planned, of_run(config, device="cuda"))
     assert ("optimizer on hosts" in planned.cost.version) == ("optimizer" in keys)
 
 

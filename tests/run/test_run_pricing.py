@@ -13,7 +13,7 @@ from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
 from lengthwise.cost.measured import read_measurements
 from lengthwise.engine import step
-from lengthwise.run import pricing
+from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.launch import threads_of_each
 from run.small_runs import METRIC_KEYS, call, losses, make_rows, read_lines, train, write_run
@@ -23,7 +23,7 @@ LENGTHS = [200, 30, 7, 90, 150, 12, 64, 41]
 
 
 def test_a_run_that_measures_first_predicts_its_steps_and_trains_the_same(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(pricing, "MEASURING_SECONDS", 0.5)
+    monkeypatch.setattr(setup, "MEASURING_SECONDS", 0.5)
     keys = {"steps": 3, "capacity_tokens": 128}
     plain = losses(train(write_run(tmp_path / "plain", make_rows(LENGTHS), **keys), "--ranks", 2))
     keys |= {"measurements": "auto", "model": tmp_path / "plain/model"}
@@ -109,17 +109,16 @@ def _job(folder, **keys):
 
 
 def test_only_long_runs_are_measured_unasked(tmp_path):
-    assert not _job(tmp_path / "short", steps=3).measures
+    assert not _job(tmp_path / "short", steps=3).measures_at_start("zero1")
     long = {"model": "tiny", "steps": 1_000_000}
-    assert _job(tmp_path / "long", **long).measures_at_start
-    assert not _job(tmp_path / "off", **long, measurements="off").measures
-    assert _job(tmp_path / "asked", steps=3, measurements="auto").measures_at_start
+    assert _job(tmp_path / "long", **long).measures_at_start("zero1")
+    assert not _job(tmp_path / "long", **long).measures_at_start("zero3"), "it needs whole models"
+    assert not _job(tmp_path / "off", **long, measurements="off").measures_at_start("zero1")
+    assert _job(tmp_path / "asked", steps=3, measurements="auto").measures_at_start("zero1")
 
 
 @pytest.mark.parametrize("capacity", [more(256), "auto"])
 def test_recompute_auto_keeps_all_where_the_capacity_is_a_number(capacity, tmp_path):
-    job = _job(tmp_path, capacity_tokens=capacity)
-    assert list(job.capacities) == ["none"], "before anything is measured"
     run = write_run(tmp_path / "run", make_rows(LENGTHS), capacity_tokens=capacity)
     kinds = {each.get("recompute", "none") for each in _plan_of(train(run, "--ranks", 2))(1)["microbatches"]}
     assert kinds == {"none"}, "there is memory for all of it"

@@ -89,7 +89,7 @@ def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process, monkeypat
 
 
 def test_memory_is_checked_by_the_longest_row(tmp_path, in_process):
-    path = run_of(tmp_path, remote=True, memory_check=True, capacity_tokens="auto", steps=1)
+    path = run_of(tmp_path, remote=True, capacity_tokens="auto", steps=1)
     assert lengthwise.train(path, ranks=2).steps == 1
     assert lengthwise.verify(path, ranks=2).passed
 

@@ -59,7 +59,6 @@ def test_a_run_goes_on_at_any_number_of_ranks(tmp_path, broken, before, after):
 
 @pytest.mark.parametrize("keys", [
     {"precision": "bf16", "lora": {"r": 4}},
-    more({"precision": "bf16", "memory_check": True}),
     more({"precision": "fp32", "overlap": True}),
 
     more({"eval": {"data": [{"path": "train.jsonl"}], "every_steps": 3}}),

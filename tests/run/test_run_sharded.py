@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from transformers import AutoModelForCausalLM
 from lengthwise.config import build_config
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
-from lengthwise.run import prepared_run
-from lengthwise.run.checks import prepare_job
+from lengthwise.run.checks import prepare_job, session_options, stored_model
+from lengthwise.session import open as session_open
+from lengthwise.session.open import with_layout
+from lengthwise.session.ranks import SessionRanks
+from lengthwise.session.settings import check_settings, cost_of
 from run.small_runs import (
     Command,
     call,
@@ -189,11 +193,11 @@ def test_a_layout_is_taken_by_what_fits_and_said(tmp_path, capfd, monkeypatch):
     """With room for both, for one only, and for none."""
     path = run_file(tmp_path, precision="bf16", steps=1)
     for gigabytes, ranks, shard in ((1.0, 2, "zero1"), (0.0007, 3, "zero3")):
-        monkeypatch.setattr(prepared_run, "free_bytes", lambda *_, free=gigabytes: free * 1e9)
+        monkeypatch.setattr(session_open, "free_bytes", lambda *_, free=gigabytes: free * 1e9)
         assert call("train", path, "--ranks", ranks, "--set", f"output={shard}-{ranks}") == 0
         assert f"shard: {shard}" in (tmp_path / f"{shard}-{ranks}/config.yaml").read_text()
         assert ("shard zero3: zero1 would take" in words(capfd.readouterr().out)) == (shard == "zero3")
-    monkeypatch.setattr(prepared_run, "free_bytes", lambda *_: 1e4)
+    monkeypatch.setattr(session_open, "free_bytes", lambda *_: 1e4)
     assert call("train", path, "--ranks", 3, "--set", "output=none") != 0
     assert "zero3: " in words(capfd.readouterr().err)
 
@@ -211,20 +215,26 @@ def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys, ranks, lay
 
 def test_on_gpus_the_fastest_layout_that_fits_is_taken_and_said(tmp_path, monkeypatch):
     """By the first global batch; what goes by whole parameters alone keeps them."""
-    monkeypatch.setattr(prepared_run, "_bytes_of_a_rank", lambda _: 80e9)
-    settled = {}
+    monkeypatch.setattr(session_open, "free_bytes", lambda *_: 80e9)
+    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
+    transport, settled, said = SimpleNamespace(world_size=8, rank=0, device_ranks=1), {}, []
+    ranks = SessionRanks(transport=transport, local_ranks=8, say=said.append)
     for name, keys in {"auto": {}, "whole": {"planner": "static"}}.items():
         path = run_file(tmp_path, precision="bf16", **keys)
         config = build_config(json.loads(path.read_text()), folder=tmp_path)
-        job = prepare_job(config, ranks=8, timeout_seconds=10, gpus=8, gpu_name="NVIDIA H100 80GB HBM3")
-        settled[name] = prepared_run.settle_shard(job)
-    assert settled["auto"].config.shard == "zero3"
-    assert "a step takes" in settled["auto"].chosen["shard"]
-    assert settled["whole"].config.shard == "zero1"
+        job = prepare_job(config, ranks=8, timeout_seconds=10, gpus=8)
+        options = {**session_options(job.config), "device": torch.device("cuda")}
+        known = {"lengths": LENGTHS, "batch_tokens": job.most_tokens}
+        settings = check_settings(stored_model(job.config, job.model), job.config.optimizer, options, **known)
+        settled[name] = with_layout(settings, ranks, cost_of(settings, 8)[0]).asked.shard
+    assert settled == {"auto": "zero3", "whole": "zero1"}
+    assert "a step takes" in said[0]
 
 
 def test_one_rank_and_one_node_have_all_of_it(tmp_path, capfd):
-    path = run_file(tmp_path, capacity_tokens="auto", memory_check=True, steps=2)
+    path = run_file(tmp_path, capacity_tokens="auto", steps=2)
     one = trained(path, "a", ranks=1)[0]
     assert trained(path, "b", *ZERO3, ranks=1)[0] == one
     assert trained(path, "c", "--set", "shard=hybrid", ranks=2)[0] == pytest.approx(one, rel=1e-12)

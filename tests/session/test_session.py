@@ -32,7 +32,7 @@ from lengthwise.core.errors import (
     RankError,
 )
 from lengthwise.models import keep_double
-from lengthwise.session import room
+from lengthwise.session import capacity as room
 from lengthwise.session.model import can_share_prefixes
 from run.small_runs import children
 from tiers import more

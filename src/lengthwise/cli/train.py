@@ -169,12 +169,12 @@ class PrintedProgress:
 
     def __init__(self, line: LiveLine, command: str = "") -> None:
         self._line, self._steps, self._phases = line, StepLines(), PhaseLine(line)
-        self._command, self._config, self._measures = command, None, False
+        self._command, self._config = command, None
         self._errors: list[float] = []
 
     def on_start(self, job: Job) -> None:
         """Print a description of the run."""
-        self._config, self._measures = job.config, job.measures
+        self._config = job.config
         width = self._line.width
         self._line.write(wrapped(describe_job(job), width and width - 1, " " * 8))
 
@@ -192,7 +192,7 @@ class PrintedProgress:
         self._line.write(self._steps.of(step, self._line.width))
         if self._line.width is None:  # a log has a line per step, and few lines in between
             self._phases.silent_seconds = _SILENT_SECONDS
-        if self._measures and done.step > _LEARNING_STEPS:
+        if step.is_measured and done.step > _LEARNING_STEPS:
             self._errors.append(abs(done.predicted_step_seconds / done.step_seconds - 1))
         if done.step == step.num_steps and self._errors:
             mean = percent(sum(self._errors) / len(self._errors))
@@ -243,7 +243,7 @@ def describe_job(job: Job) -> str:
         f"update  {_update(job)}\n"
         f"ranks   {processes} on {device}, planner {config.planner}{by_default('planner')}\n"
         f"memory  {_capacity(config)}{by_default('capacity_tokens')}, recompute {config.recompute}"
-        f"{by_default('recompute')}, shard {job.shard}\n"
+        f"{by_default('recompute')}, shard {config.shard}\n"
         f"output  {config.output}\n"
         f"time    {_time_line(job)}"
     )

@@ -74,7 +74,7 @@ def print_expectations(check: VerifyBatch) -> None:
     """Print what will be compared, the differences from the run, and a rough estimate of the time."""
     job, tokens = check.job, sum(check.plan.tokens)
     print(
-        f"verify: {len(check.plan.tokens)} sequences, {count(tokens)} tokens, {job.precision}, "
+        f"verify: {len(check.plan.tokens)} sequences, {count(tokens)} tokens, {job.config.precision}, "
         f"{counted(job.ranks, 'rank')} against one process"
     )
     if check.changes:

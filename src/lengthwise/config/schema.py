@@ -86,11 +86,6 @@ class RunConfig(TrainingSettings, _Training):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto (GPUs if there are any), cpu or cuda; default auto"
     )
-    memory_check: bool | None = Field(
-        default=None,
-        description="true runs the largest microbatch once before the first step, so that a lack of memory shows at "
-        "once; default null: on GPUs only",
-    )
     checkpoint: CheckpointConfig | None = Field(
         default=None,
         description="{every_steps: 50}: save what `--resume` needs, also after the last step; default null (save only "

@@ -7,10 +7,8 @@ for any number of microbatches. A whole model is one stage, which holds nothing 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lengthwise.comm import Lone, Mesh
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import UNCUT, LayerCut
 from lengthwise.cost import PassBeside
@@ -18,30 +16,17 @@ from lengthwise.engine.stage_messages import UNWAITED_A_STAGE
 from lengthwise.program.step_program import Place, step_program
 
 
-def lone_stage(stage: int, stages: int) -> Mesh:
-    """Return the place of a stage without other stages; it receives zeros from them."""
-    return Mesh(Lone(stage, stages), stages)
-
-
-def full_pipeline(
-    lengths: Sequence[int], cut: LayerCut, *, layers: int, recompute: str = "none", rounds: int = 2
-) -> Plan:
-    """Return a plan of one replica whose stages keep as many microbatches, of these sequences, as they ever may.
-
-    rounds: rounds of as many microbatches as stages; with 3 every pass that differs occurs.
-    """
+def _full_pipeline(cut: LayerCut) -> Plan:
+    """Return a plan of one replica whose stages keep as many microbatches as they ever may; every pass occurs."""
     number, schedule = 1, {"kind": "free"}
     if cut != UNCUT:
-        number, schedule = rounds * cut.stages, {"kind": "pipeline", "stages": cut.stages, "virtual": cut.virtual}
-    sequences = [tuple(range(each * len(lengths), (each + 1) * len(lengths))) for each in range(number)]
+        number, schedule = 3 * cut.stages, {"kind": "pipeline", "stages": cut.stages, "virtual": cut.virtual}
     return Plan(
         ranks=1,
-        layers=layers,
-        capacity=sum(lengths),
-        tokens=tuple(lengths) * number,
-        microbatches=tuple(
-            Microbatch(pieces=(Piece(ranks=(0,), sequences=each),), recompute=recompute) for each in sequences
-        ),
+        layers=cut.chunks,
+        capacity=1,
+        tokens=(1,) * number,
+        microbatches=tuple(Microbatch(pieces=(Piece(ranks=(0,), sequences=(each,)),)) for each in range(number)),
         schedule=schedule,
     )
 
@@ -50,7 +35,7 @@ def passes_of(cut: LayerCut, stage: int) -> list[PassBeside]:
     """List the passes of a stage that trains, with what it holds beside them."""
     found = dict[PassBeside, None]()
     kept, returned, posted = set[Place](), set[Place](), list[_Posted]()
-    for turn in step_program(full_pipeline((1,), cut, layers=cut.chunks, rounds=3), 0, stage).turns:
+    for turn in step_program(_full_pipeline(cut), 0, stage).turns:
         action = turn.action
         if action is not None:
             place = action.place

@@ -20,6 +20,7 @@ from lengthwise.core.names import counted
 from lengthwise.core.packages import check_trackers
 from lengthwise.core.plan import Plan
 from lengthwise.core.sizes import read_whole
+from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import check_plan
 from lengthwise.run.callbacks import Callback, TrainResult
 from lengthwise.run.folder import RunFolder
@@ -118,21 +119,23 @@ def verify(
             if not world.rank:
                 on_phase(phase)
 
-        def read() -> VerifyBatch:
-            job = start.job(one_batch=True, before_model=world.claim_device)
-            if plan is not None:
-                return whole_batch(job, read_plan(Path(plan), job, next(job.batches()).lengths))
-            return whole_batch(job) if full else part_of_batch(job)
-
-        notes = list[str]()
-        try:
-            check, transport = join_with(world, read, timeout_seconds=timeout_seconds, on_phase=noted, say=notes.append)
-            agree_on_data(transport, check.job)
+        def begin(check: VerifyBatch) -> None:
             if not world.rank:
                 noted("")
                 on_start(check)
                 sys.stdout.flush()
-            return verify_rank(check, world, transport, noted, notes)
+
+        def batch_of(job: Job, planning: StepPlanning) -> VerifyBatch:
+            if plan is not None:
+                return whole_batch(job, planning, read_plan(Path(plan), job, next(job.batches()).lengths))
+            return whole_batch(job, planning) if full else part_of_batch(job, planning)
+
+        read = partial(start.job, one_batch=True, before_model=world.claim_device)
+        notes = list[str]()
+        try:
+            job, transport = join_with(world, read, timeout_seconds=timeout_seconds, on_phase=noted, say=notes.append)
+            agree_on_data(transport, job)
+            return verify_rank(job, world, transport, batch_of, on_start=begin, on_phase=noted, notes=notes)
         finally:
             noted("")
 
@@ -152,9 +155,10 @@ def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
     plan = Plan.from_json(text, str(path))
     check_plan(plan)
     job.refuse_plan(plan)
-    if job.shard != "zero1" and plan.schedule["kind"] != "waves":
+    layout = job.config.layout(job.ranks)
+    if layout != "zero1" and plan.schedule["kind"] != "waves":
         where, remedy = str(path), "Plan it with `--mode waves`, or remove `shard` from the run file."
-        expected, got = f"a plan of kind waves, for `shard: {job.shard}`", str(plan.schedule["kind"])
+        expected, got = f"a plan of kind waves, for `shard: {layout}`", str(plan.schedule["kind"])
         raise PlanError(where, expected=expected, got=got, remedy=remedy)
     if job.config.offload is None and any(microbatch.offload for microbatch in plan.microbatches):
         remedy = "Add `offload` to the run file: {store: disk, path: /scratch}."

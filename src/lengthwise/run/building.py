@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from lengthwise.comm import Transport, World
 from lengthwise.planner.service.process import PlannerProcess
@@ -35,5 +36,13 @@ def open_session(
         batch_tokens=job.most_tokens,
         seed=job.config.seed,
         timeout_seconds=job.timeout_seconds,
-        **session_options(job.config, job.measured_cost),
+        **session_options(job.config),
+    )
+
+
+def laid_out(job: Job, session: Session) -> Job:
+    """Return the job with the layout that its session took."""
+    asked = session.settings.asked
+    return replace(
+        job, config=job.config.model_copy(update={"shard": asked.shard, "ranks_per_node": asked.ranks_per_node})
     )

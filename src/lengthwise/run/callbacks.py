@@ -67,12 +67,17 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedStep:
-    """A step whose update was made. sequences: numbers of its sequences in the data, in the order of the plan."""
+    """A step whose update was made.
+
+    sequences: numbers of its sequences in the data, in the order of the plan. is_measured: whether its predicted
+    seconds follow from costs that were measured.
+    """
 
     metrics: StepMetrics
     num_steps: int
     sequences: tuple[int, ...]
     plan: Plan
+    is_measured: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

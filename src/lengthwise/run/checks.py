@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from lengthwise.comm import world_from_environment
 from lengthwise.config import (
     FRESH_RATE,
     LOADED_RATE,
@@ -28,29 +27,23 @@ from lengthwise.config import (
 )
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.packages import check_remote
-from lengthwise.cost import Cost, shape_from_config
-from lengthwise.cost.measured import cost_from_measurements
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.data.fed import FedDataset, FedSteps, Steps, divided, longest_rows, streamed
 from lengthwise.data.load import first_rows
 from lengthwise.engine.schedule import check_steps
-from lengthwise.engine.shortage import free_bytes
 from lengthwise.models import (
     DTYPES,
     ModelSource,
-    count_parameters,
     find_model,
     position_limit,
 )
 from lengthwise.models.stored_model import StoredModel
 from lengthwise.models.weights import holds_weights
 from lengthwise.planner import PACKED_DP
-from lengthwise.report.figures import count
 from lengthwise.run.caching import data_cache
 from lengthwise.run.job import Job
-from lengthwise.run.launch import threads_of_each
 from lengthwise.run.resume import Resume
-from lengthwise.session.settings import check_settings
+from lengthwise.session.settings import check_settings, cost_of
 from lengthwise.session.stages import check_replicas
 from lengthwise.setup import TrainedModel
 
@@ -118,24 +111,22 @@ def prepare_job(
     sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages, "capacity_tokens": capacity}
     fits, datasets = partial(check_fits, **sizes, cuts=config.planner != PACKED_DP), [known, eval_dataset]
     for each in filter(None, datasets):
-        if capacity != "auto" and config.offload is None:
+        if capacity != "auto" and config.offload is None:  # with it more fits: `check_longest` of the session knows
             attempt(partial(fits, each))
         if positions is not None:
             attempt(partial(check_positions, each, positions=positions))
     if steps is not None:
         attempt(lambda: check_steps(config.optimizer, steps.num_steps))
         attempt(lambda: resume and resume.check_within(steps.num_steps))
-    trained, cost = None, None
     before_model()
-    if model:
-        trained = attempt(partial(_check_model, config, model, gpus=gpus))
-    if model and trained:
-        cost = attempt(partial(_measured_cost, config, model, ranks=ranks, gpus=gpus, adapters=trained.trained))
+    trained = attempt(partial(_check_model, config, model, gpus=gpus, ranks=ranks)) if model else None
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert trained is not None, "a model that cannot be trained must have been a problem"
     assert steps is not None, "data that was not read must have been a problem"
-    job = Job(
+    steps.check_losses()
+    _check_eval_losses(eval_dataset)
+    return Job(
         config=config,
         ranks=ranks,
         model=model,
@@ -146,17 +137,9 @@ def prepare_job(
         timeout_seconds=timeout_seconds,
         gpus=gpus,
         gpu_name=gpu_name,
-        measured_cost=cost,
         resume=resume,
         chosen=chosen or settled,
     )
-    if capacity != "auto" and config.offload is not None:  # how much more then fits depends on the model
-        for each in filter(None, datasets):
-            attempt(partial(fits, each, held_tokens=job.planning.most_held_tokens))
-    collector.raise_all()
-    steps.check_losses()
-    _check_eval_losses(eval_dataset)
-    return job
 
 
 def _read_data(
@@ -220,13 +203,14 @@ def stored_model(config: RunConfig, source: ModelSource, *, draws_both: bool = F
     )
 
 
-def session_options(config: RunConfig, cost: Cost | None) -> dict[str, Any]:
-    """Return a run's settings as keywords of `Session`. cost: measured, or None."""
+def session_options(config: RunConfig) -> dict[str, Any]:
+    """Return a run's settings as keywords of `Session`."""
     given: dict[str, Any] = {name: getattr(config, name) for name in TrainingSettings.model_fields}
-    return {**given, "measurements": cost, "share_prefixes": "off"}
+    costs = None if config.measurements in (MEASURE_AT_START, MEASURE_NOTHING) else config.measurements
+    return {**given, "measurements": costs, "share_prefixes": "off"}
 
 
-def _check_model(config: RunConfig, source: ModelSource, *, gpus: int) -> TrainedModel:
+def _check_model(config: RunConfig, source: ModelSource, *, gpus: int, ranks: int) -> TrainedModel:
     """Check that the model can be trained with these settings; return its sizes.
 
     Raises:
@@ -234,41 +218,11 @@ def _check_model(config: RunConfig, source: ModelSource, *, gpus: int) -> Traine
     """
     stored = stored_model(config, source)
     stored.check()
-    if not (gpus and source.weights and config.shard != "zero1"):  # else ranks may read their own rows
-        check_room(source, count_parameters(source.config))
-    where = torch.device("cuda" if gpus else "cpu")
-    options = {**session_options(config, None), "device": where}
-    return check_settings(stored, config.optimizer, options).trained
-
-
-def check_room(model: ModelSource, parameters: int) -> None:
-    """Refuse a model whose parameters do not fit into this machine's memory in fp32, the dtype of loading."""
-    needed, free = 4 * parameters, free_bytes(torch.device("cpu"), 1)
-    if 0 < free < needed:
-        expected = f"a model whose parameters fit into the {free / 1e9:.1f} GB that are free here"
-        got, remedy = f"{count(parameters)} parameters, {needed / 1e9:.1f} GB in fp32", "Give a smaller model."
-        raise ConfigError(f"model {model.name}", expected=expected, got=got, remedy=remedy)
-
-
-def _measured_cost(
-    config: RunConfig, model: ModelSource, *, ranks: int, gpus: int, adapters: int | None
-) -> Cost | None:
-    """Read the costs of the run's file of measurements, or return None without a file."""
-    if config.measurements in (None, MEASURE_AT_START, MEASURE_NOTHING):
-        return None
-    shape = shape_from_config(model.config.to_dict())
-    threads = None
-    if ranks > 1 and not gpus:
-        threads = torch.get_num_threads() if world_from_environment() else threads_of_each(ranks)
-    return cost_from_measurements(
-        config.measurements,
-        shape,
-        precision=config.precision,
-        threads=threads,
-        adapters=adapters,
-        on_gpus=gpus > 0,
-        stages=config.stages,
-    )
+    options = {**session_options(config), "device": torch.device("cuda" if gpus else "cpu")}
+    settings = check_settings(stored, config.optimizer, options)
+    if options["measurements"] is not None:
+        cost_of(settings, ranks)
+    return settings.trained
 
 
 def _check_eval_losses(dataset: Dataset | None) -> None:

@@ -11,7 +11,6 @@ import time
 from dataclasses import dataclass, replace
 
 from lengthwise.core.faults import fault
-from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.engine.norm import clip_factor
 from lengthwise.engine.schedule import learning_rates
 from lengthwise.engine.shortage import reporting_update
@@ -101,12 +100,16 @@ def _update(run: RankRun, norm: float, lr: float) -> None:
 
 
 def _report(run: RankRun, planned: PlannedStep, result: StepResult, lr: float) -> StepMetrics:
-    step, predicted = run.session.steps, run.pricing.predicted_step_seconds(result.plan)
+    step, predicted = run.session.steps, run.session.planning.predicted_step_seconds(result.plan)
     metrics = run.end.metrics(result, step=step, lr=lr, predicted_seconds=predicted)
-    if said := run.pricing.observe(RanStep(plan=result.plan, busy_seconds=result.busy_seconds)):
-        run.say(said)
     run.engine.transport.phase = f"step {step}, reports"
-    finished = FinishedStep(metrics=metrics, num_steps=run.job.num_steps, sequences=planned.batch.ids, plan=result.plan)
+    finished = FinishedStep(
+        metrics=metrics,
+        num_steps=run.job.num_steps,
+        sequences=planned.batch.ids,
+        plan=result.plan,
+        is_measured=run.session.planning.slow_ranks is not None,
+    )
     call_back(run.callbacks, "on_step", finished)
     return metrics
 

@@ -7,12 +7,10 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TypeVar
 
 from lengthwise.comm import (
     Transport,
@@ -30,13 +28,10 @@ from lengthwise.config import RunConfig, build_config, dump_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.faults import asked_faults
 from lengthwise.core.sizes import MOST_RANKS, read_whole
-from lengthwise.cost import check_host
-from lengthwise.engine.shortage import free_bytes
-from lengthwise.profiler.place import device_bytes, first_gpu_name
-from lengthwise.run.checks import check_room, prepare_job, settle
+from lengthwise.profiler.place import first_gpu_name
+from lengthwise.run.checks import prepare_job, settle
 from lengthwise.run.job import Job
 from lengthwise.run.resume import Resume
-from lengthwise.setup import Machine, resolve
 
 _LONGEST_SECONDS = 10**6  # eleven days; gloo counts milliseconds in 31 bits
 
@@ -68,7 +63,7 @@ class RunStart:
         Raises:
             LengthwiseError: one error has all problems of model and data.
         """
-        job = prepare_job(
+        return prepare_job(
             self.config,
             ranks=self.ranks,
             timeout_seconds=self.timeout_seconds,
@@ -79,7 +74,6 @@ class RunStart:
             one_batch=one_batch,
             before_model=before_model,
         )
-        return settle_shard(job)
 
 
 def read_start(
@@ -154,43 +148,6 @@ def agree_on_data(transport: Transport, job: Job) -> None:
         for dataset in filter(None, (job.dataset, job.eval_dataset)):
             data.update(dataset.digest())
         agree(transport, data.digest(), "run file and data")
-
-
-def settle_shard(job: Job) -> Job:
-    """Choose the layout if the run file leaves it open, and note the reason in `chosen`. Idempotent.
-
-    Raises:
-        MemoryShortage: the model fits in no layout.
-        ConfigError: rank 0 cannot read the model whole, or the number of ranks is not a multiple of the ranks per node.
-    """
-    config, here = job.config, _ranks_here(job)
-    if job.memory.offloads:
-        check_host(job.memory, here, free_bytes(torch.device("cpu"), 1), key="optimizer.offload")
-    is_open, known = config.shard == "auto" and config.stages == 1, dict[str, Any]()
-    if is_open:
-        known = {"room_bytes": _bytes_of_a_rank(job), "longest": job.longest_tokens, "batch": job.most_tokens}
-        known["lengths"] = job.first_lengths if job.gpus else None
-    machine = Machine(ranks=job.ranks, here=here, on_gpus=job.gpus > 0)
-    found = resolve(config, job.trained, machine, job.cost, **known)
-    if is_open and found.settings.shard == "zero1" and job.gpus and job.model.weights:
-        check_room(job.model, job.trained.parameters or 0)
-    # The session itself reports on a layout that was asked for.
-    chosen = {**job.chosen, "shard": found.why} if is_open and found.why else job.chosen
-    return replace(job, config=found.settings, chosen=chosen)
-
-
-def _ranks_here(job: Job) -> int:
-    world = world_from_environment()
-    return world.local_size if world else job.ranks
-
-
-def _bytes_of_a_rank(job: Job) -> float | None:
-    """Return the memory of a rank: its share of its GPU or of this machine's free memory, or None if unknown."""
-    here = _ranks_here(job)
-    if not job.gpus:
-        return free_bytes(torch.device("cpu"), here) or None
-    found = device_bytes()
-    return None if found is None else found / -(-here // job.gpus)
 
 
 def _settings(run: Run, overrides: Sequence[str]) -> RunConfig:

@@ -38,7 +38,7 @@ FREE_SETTINGS = frozenset(
             "offload",
             "heads",
         ),
-        *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device", "memory_check"),
+        *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device"),
         *("eval", "checkpoint", "save", "output", "not_finite", "report_to", "measurements"),
     )
 )

@@ -11,39 +11,46 @@ from pathlib import Path
 import torch
 
 from lengthwise.comm import Transport, World
+from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.core.faults import fault
+from lengthwise.core.measurements import Measurements
 from lengthwise.core.names import counted
+from lengthwise.cost.measured import measured_cost
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.planner.service.process import PlannerProcess
-from lengthwise.run.building import open_session
+from lengthwise.profiler.rank_profiler import ProfileSettings, open_store, profile
+from lengthwise.report.figures import percent
+from lengthwise.run.building import laid_out, open_session
 from lengthwise.run.callbacks import Callback, call_back
 from lengthwise.run.checkpoints import Checkpoints
 from lengthwise.run.export import write_model
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import MEASURING_SECONDS, Job
 from lengthwise.run.launch import StopRequest
-from lengthwise.run.memory_check import check_longest, check_memory, check_step_end
-from lengthwise.run.pricing import Pricing
 from lengthwise.run.resume import torchrun_agent
 from lengthwise.run.step_end import FinitePolicy, RunStepEnd
 from lengthwise.session import Session
 from lengthwise.session.engine import Engine
-from lengthwise.session.room import capacities_sentence
+
+_LEAST_TOKENS = 1024  # least length of the longest measured sequence: shorter ones say little about attention
 
 
 @dataclass(slots=True, kw_only=True)
 class RankRun:
-    """A rank of a run after its setup. callbacks: called on rank 0 only, empty on other ranks."""
+    """A rank of a run after its setup. callbacks: called on rank 0 only, empty on other ranks.
+
+    measurements: made before the first step; None if it was not measured.
+    """
 
     job: Job
     session: Session
     optimizer: SlicedOptimizer
     end: RunStepEnd
-    pricing: Pricing
     folder: RunFolder
     stop: StopRequest
     callbacks: Sequence[Callback]
+    measurements: Measurements | None = None
 
     @property
     def engine(self) -> Engine:
@@ -102,24 +109,18 @@ def set_up(
     stop: StopRequest,
     folder: RunFolder,
 ) -> RankRun:
-    """Open the session, restore the checkpoint, and measure capacities and costs if asked for. Collective.
+    """Open the session, restore the checkpoint, and measure costs if asked for. Collective.
 
     Raises:
         MemoryShortage: model, gradients and optimizer do not fit, or no microbatch fits beside them.
         DataError: the longest sequence does not fit all ranks together.
     """
     config, say = job.config, partial(call_back, callbacks, "on_note")
-    for note in (job.hardware_note, job.chosen.get("shard")):
-        if note is not None:
-            say(note)
     if isinstance(config.heads, int) and config.heads > job.replicas:
         say(f"heads: {config.heads} has no effect on {counted(job.replicas, 'rank')}")
     session = open_session(job, world, transport, process, say=say)
-    optimizer, planning = session.optimizer, session.planning
-    if (held := planning.ahead.measured) is not None:
-        check_longest(job, session.engine, held, optimizer.pending_bytes()[1])
-        job = job.with_capacities(held)
-        say(f"capacity of a rank: {capacities_sentence(held, job.most_tokens)}")
+    job, optimizer = laid_out(job, session), session.optimizer
+    _check_eval_fits(job, session)
     checkpoints = Checkpoints(
         config,
         session.runner.writer,
@@ -137,19 +138,16 @@ def set_up(
     end = RunStepEnd(rank=transport.rank, finite=finite, checkpoints=checkpoints)
     session.runner.end = end
     _restore(job, session, end, say)
-    pricing = Pricing(planning.ahead, follows_speeds=job.measures and not world.rank)
-    planning.priced = pricing.priced
     rank = RankRun(
         job=job,
         session=session,
         optimizer=optimizer,
         end=end,
-        pricing=pricing,
         folder=folder,
         stop=stop,
         callbacks=callbacks,
     )
-    if job.measures_at_start:
+    if job.measures_at_start(session.shard):
         _measure_costs(rank, world)
     return rank
 
@@ -167,20 +165,53 @@ def _restore(job: Job, session: Session, end: RunStepEnd, say: Callable[[str], N
     say(f"resuming from {resume.folder}, after step {resume.step}")
 
 
+def _check_eval_fits(job: Job, session: Session) -> None:
+    """Check the eval data against what all ranks hold; the session has checked the data.
+
+    Raises:
+        DataError: the longest sequence does not fit.
+    """
+    longest, most = 0 if job.eval_dataset is None else int(job.eval_dataset.lengths.max()), session.longest_tokens
+    if longest > most:
+        remedy = f"Use more ranks, recompute: auto, or eval data of at most {most} tokens (too_long: skip)."
+        expected = f"sequences of at most {most} tokens, which all ranks together hold"
+        raise DataError("eval.data", expected=expected, got=f"{longest} tokens", remedy=remedy)
+
+
 def _measure_costs(rank: RankRun, world: World) -> None:
-    """Measure the machine and plan with the measured costs; values and states do not change. Collective."""
+    """Measure the machine and plan with the measured costs; values and states do not change by a bit. Collective."""
     rank.leave_if_asked("costs")
-    engine = rank.engine
+    job, engine = rank.job, rank.engine
     engine.transport.phase = "measuring before the first step"
     rank.say(f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
-    with engine.attending():
-        trained = (engine.model, rank.parameters, rank.optimizer)
-        said = rank.pricing.measure(rank.job, world, engine.transport, trained)
-    rank.say(said)
+    settings = ProfileSettings(
+        seconds=MEASURING_SECONDS,
+        longest_tokens=max(_LEAST_TOKENS, *rank.session.planning.ahead.capacities.values()),
+        precision=job.config.precision,
+        clock="wall",
+        hardware=job.hardware,
+        computing=engine.computing,
+    )
+    offload, trained = job.config.offload, (engine.model, rank.parameters, rank.optimizer)
+    disk = offload.path if offload is not None and offload.store == "disk" else None
+    store = open_store(world.device, disk, where=f"rank {world.rank}")
+    try:
+        with engine.attending():
+            found = profile(job.model, world, engine.transport, settings, trained=trained, store=store)
+    except ConfigError as error:  # about the samples, which are the same on all ranks
+        rank.say(f"not measured, planned by estimates for the device: {error}")
+        return
+    finally:
+        if store is not None:
+            store.close()
+    rank.measurements = found
+    rank.session.planning.reprice(measured_cost(found))
+    fits = percent(found.fit.mean_error)
+    rank.say(f"measured {len(found.samples)} samples; the costs fit them with a mean error of {fits}")
 
 
 def begin(run: RankRun) -> None:
-    """Begin or continue the run's folder, and check memory if asked for. Collective."""
+    """Begin or continue the run's folder. Collective."""
     job = run.job
     fault("start", run.rank, run.session.steps)
     run.leave_if_asked("the first step")
@@ -190,11 +221,5 @@ def begin(run: RankRun) -> None:
         else:
             run.folder.start(job.config)
         run.folder.note_agent(torchrun_agent())
-        if run.pricing.measurements is not None:
-            run.folder.keep_measurements(run.pricing.measurements)
-    checks = job.gpus > 0 if job.config.memory_check is None else job.config.memory_check
-    if checks:
-        run.engine.transport.phase = "memory check before the first step"
-        said = check_memory(run.engine, job)
-        check_step_end(run.optimizer, run.engine.transport)
-        run.say(said)
+        if run.measurements is not None:
+            run.folder.keep_measurements(run.measurements)

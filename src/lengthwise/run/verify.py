@@ -23,17 +23,18 @@ from lengthwise.attention.heads import shares_keys
 from lengthwise.comm import Transport, World
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Plan
-from lengthwise.cost import shape_from_config
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.placing import trainable
 from lengthwise.engine.shortage import reporting_shortage
 from lengthwise.models import ANY_KEY, DTYPES, build_adapted, has_states, keep_double, plain_attention
+from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import HeadRange
-from lengthwise.run.building import open_session
+from lengthwise.run.building import laid_out, open_session
 from lengthwise.run.job import Job
 from lengthwise.run.reference import Reference, plain_gradients
 from lengthwise.run.rounding import SUMS_TOLERANCE, TOLERANCES, Difference, Rounding, plain_kernels, rounding_of
-from lengthwise.run.verify_batch import VerifyBatch
+from lengthwise.run.verify_batch import VerifyBatch, held_before_measuring
+from lengthwise.session import Session
 from lengthwise.session.runner import StepEnd
 from lengthwise.session.source import PlannedStep
 
@@ -107,11 +108,19 @@ def relative_difference(got: float, expected: float) -> float:
 
 
 def verify_rank(
-    check: VerifyBatch, world: World, transport: Transport, on_phase: Callable[[str], None], notes: list[str]
+    job: Job,
+    world: World,
+    transport: Transport,
+    batch_of: Callable[[Job, StepPlanning], VerifyBatch],
+    *,
+    on_start: Callable[[VerifyBatch], None],
+    on_phase: Callable[[str], None],
+    notes: list[str],
 ) -> VerifyReport | None:
     """Compute both and compare, on rank 0; other ranks return None once the gradients are gathered.
 
-    The transport is closed. notes: begin the notes of the report.
+    The transport is closed. batch_of: makes the batch, alike on all ranks, from the job and the planning of its steps.
+    notes: begin the notes of the report.
 
     Raises:
         MemoryShortage: the two models do not fit beside each other.
@@ -121,18 +130,21 @@ def verify_rank(
         needs=lambda: "the planned and the plain model with their gradients (in bf16 three models)",
         remedy="Verify a smaller model of the same kind.",
     ):
-        return _compare(check, world, transport, on_phase, notes)
+        session = _open(job, world, transport, notes.append)
+        check = batch_of(laid_out(job, session), session.planning.ahead)
+        on_start(check)
+        return _compare(check, session, world, on_phase, notes)
 
 
 def _compare(
-    check: VerifyBatch, world: World, transport: Transport, on_phase: Callable[[str], None], notes: list[str]
+    check: VerifyBatch, session: Session, world: World, on_phase: Callable[[str], None], notes: list[str]
 ) -> VerifyReport | None:
-    job, batch, plan = check.job, check.batch, check.plan
-    planned = _run_plan(job, plan, batch, world, transport, notes.append)
+    job, batch, plan, transport = check.job, check.batch, check.plan, session.engine.transport
+    planned = _run_plan(session, job, plan, batch)
     in_fp32 = None
     if job.config.precision == "bf16":
         exact = replace(job, config=job.config.model_copy(update={"precision": "fp32"}))
-        in_fp32 = _run_plan(exact, plan, batch, world, transport, lambda _: None, rounds_to=torch.bfloat16)
+        in_fp32 = _run_plan(_open(exact, world, transport, str), exact, plan, batch, rounds_to=torch.bfloat16)
     transport.close()
     if world.rank:
         return None
@@ -163,7 +175,7 @@ def _compare(
 
 
 def _shared_keys(job: Job, plan: Plan) -> tuple[int, ...]:
-    shape = shape_from_config(job.model.config.to_dict())
+    shape = job.trained.shape
     groups = sorted({piece.heads for microbatch in plan.microbatches for piece in microbatch.pieces} - {1})
     return tuple(n for n in groups if shares_keys(HeadRange(part=0, parts=n), shape.heads, shape.kv_heads))
 
@@ -184,23 +196,19 @@ class _Comparison(StepEnd):
         return True
 
 
-def _run_plan(
-    job: Job,
-    plan: Plan,
-    batch: StepBatch,
-    world: World,
-    transport: Transport,
-    say: Callable[[str], None],
-    *,
-    rounds_to: torch.dtype | None = None,
-) -> _Planned:
-    """Run the batch as a step of a session. rounds_to: dtype to which parameters are rounded first."""
-    dtype = DTYPES[job.config.precision]
-    # Nothing is updated, so the optimizer needs no states.
+def _open(job: Job, world: World, transport: Transport, say: Callable[[str], None]) -> Session:
+    """Open the session of a run whose parameters are not updated, so that its optimizer needs no states."""
     optimizer = OptimizerConfig.model_validate({"name": "sgd", "offload": job.config.optimizer.offload})
-    settings = {"optimizer": optimizer, "capacity_tokens": plan.capacity}
+    settings = {"optimizer": optimizer, "capacity_tokens": held_before_measuring(job)}
     job = replace(job, config=job.config.model_copy(update=settings))
-    session = open_session(job, world, transport, say=say, draws_both=True)
+    return open_session(job, world, transport, say=say, draws_both=True)
+
+
+def _run_plan(
+    session: Session, job: Job, plan: Plan, batch: StepBatch, *, rounds_to: torch.dtype | None = None
+) -> _Planned:
+    """Run the batch as a step of a session, and close it. rounds_to: dtype to which parameters are rounded first."""
+    dtype, transport = DTYPES[job.config.precision], session.engine.transport
     parameters, engine = session.optimizer.parameters, session.engine
     if rounds_to is not None:
         parameters.published()
@@ -210,7 +218,7 @@ def _run_plan(
     session.runner.steps = ANY_KEY.step - 1
     session.runner.end = _Comparison()
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
-    is_whole = job.shard == "zero1" and job.config.stages == 1
+    is_whole = session.shard == "zero1" and job.config.stages == 1
     with keep_double(dtype), _summing(engine.model, asked=dtype == torch.bfloat16 and is_whole) as own:
         result = session.backward(planned)
     transport.phase = "verify, gathering gradients"
@@ -266,8 +274,8 @@ def _expected(
 
     The reference of bf16 is fp32 at the rounded parameters; the reference of a model with states is fp64.
     """
-    first, dtype, config = plain_attention(job.model), DTYPES[job.precision], job.model.text
-    exact = "fp64" if job.precision == "fp64" or has_states(config) else "fp32"
+    first, dtype, config = plain_attention(job.model), DTYPES[job.config.precision], job.model.text
+    exact = "fp64" if job.config.precision == "fp64" or has_states(config) else "fp32"
     size = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
 
     def gradients_of(precision: str, kernel: str) -> Reference:

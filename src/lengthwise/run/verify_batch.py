@@ -23,19 +23,26 @@ from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import placeholders
 from lengthwise.planner import PACKED_DP
+from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import check_plan
 from lengthwise.run.job import Job
+from lengthwise.setup import memory_of_settings
 
 SECONDS = 60.0  # about what a part should take
 _SEQUENCES, _LONGEST = 8, 2  # sequences of a part, and the number of long ones among them
 _LEAST = 32  # least tokens of a rank in a long sequence, however long they take
+_UNMEASURED_TOKENS = 4096
 _OVERHEAD = 1.3  # seconds of a plan over seconds of evenly split work
 _SPLIT, _OFFLOADED = 2, 0.5  # ranks that share heads, and offloaded share of a microbatch, if the planner may choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBatch:
-    """A batch to compare, and its plan. changes: differences from the run. seconds, num_bytes: estimates."""
+    """A batch to compare, and its plan.
+
+    job: with the rows and the layout that are compared. changes: differences from the run. seconds, num_bytes:
+    estimates.
+    """
 
     job: Job
     batch: StepBatch
@@ -45,29 +52,44 @@ class VerifyBatch:
     num_bytes: float
 
 
-def whole_batch(job: Job, plan: Plan | None = None) -> VerifyBatch:
+def held_before_measuring(job: Job) -> int:
+    """Return the capacity of a rank in tokens: that of the run, or one with which the longest sequence fits."""
+    given, longest = job.config.capacity_tokens, -(-job.longest_tokens // job.replicas)
+    return max(_UNMEASURED_TOKENS, longest) if given == "auto" else given
+
+
+def whole_batch(job: Job, planning: StepPlanning, plan: Plan | None = None) -> VerifyBatch:
     """Return the first global batch of the run. plan: used in place of a new plan."""
     batch = next(job.batches())
-    return _estimated(job, batch, job.make_plan(batch.lengths) if plan is None else plan, ())
+    return _estimated(job, planning.cost, batch, _planned(job, planning, batch.lengths) if plan is None else plan, ())
 
 
-def part_of_batch(job: Job) -> VerifyBatch:
-    """Return a part of the first global batch that takes about a minute."""
+def _planned(job: Job, planning: StepPlanning, lengths: Sequence[int]) -> Plan:
+    plan = planning.plan(lengths)
+    job.refuse_plan(plan)
+    return plan
+
+
+def part_of_batch(job: Job, planning: StepPlanning) -> VerifyBatch:
+    """Return a part of the first global batch that takes about a minute. planning: of the run's steps."""
     first = next(job.batches())
     rows = _few(first)
     lengths = [int(job.dataset.lengths[row]) for row in rows]
-    longest, held = lengths[0], max(job.capacities.values())
+    longest, held, cost = lengths[0], max(planning.capacities.values()), planning.cost
     while longest > _LEAST * job.replicas:
-        if _seconds(job, [*_cut(lengths, longest, longest // 4), longest, longest]) <= SECONDS:  # two may be added
+        if (
+            _seconds(job, cost, [*_cut(lengths, longest, longest // 4), longest, longest]) <= SECONDS
+        ):  # two may be added
             break
         longest //= 2
     cuts = job.replicas > 1 and job.config.planner != PACKED_DP
     capacity = min(held, max(3 * longest // 4, -(-longest // job.replicas) + 1) if cuts else longest)
     is_cut = longest < lengths[0]
     lengths = _cut(lengths, longest, min(longest // 4 if is_cut else longest, capacity // 2))
-    part = _with_rows(job, rows, lengths, capacity)
-    plan = part.make_plan(lengths)
-    more = _what_is_missing(part, plan) if cuts else []
+    options = replace(planning.options, context_tokens=max(lengths))
+    narrower = replace(planning, capacities=dict.fromkeys(planning.capacities, capacity), options=options)
+    plan = _planned(job, narrower, lengths)
+    more = _what_is_missing(job, plan) if cuts else []
     for _, own in more:
         rows, lengths = [*rows, *[rows[0]] * len(own)], [*lengths, *own]
     part = _with_rows(job, rows, lengths, capacity)
@@ -77,13 +99,13 @@ def part_of_batch(job: Job) -> VerifyBatch:
     changes += [f"capacity_tokens {capacity}"] if capacity != held else []
     changes += [f"{counted(len(more), 'microbatch')} added, to check what this batch does not do"] if more else []
     batch = StepBatch(part.dataset, range(len(rows)), placeholders=placeholders(job.model.config))
-    return _estimated(part, batch, plan, (*changes, *ways))
+    return _estimated(part, cost, batch, plan, (*changes, *ways))
 
 
 def _with_rows(job: Job, rows: Sequence[int], lengths: Sequence[int], capacity: int) -> Job:
     config = job.config.model_copy(update={"capacity_tokens": capacity})
     steps = Batches(_shortened(job.dataset, rows, lengths), config)
-    return replace(job, config=config, steps=steps, eval_dataset=None, measured_capacities=None)
+    return replace(job, config=config, steps=steps, eval_dataset=None)
 
 
 def _few(batch: StepBatch) -> list[int]:
@@ -122,7 +144,7 @@ def _what_is_missing(job: Job, plan: Plan) -> list[tuple[Piece, tuple[int, ...]]
         found.append((Piece(ranks=(0,), sequences=()), (max(1, plan.capacity // 2),) * 2))
     if not any(each.degree > each.heads for each in pieces):
         found.append((Piece(ranks=(0, 1), sequences=()), (longest,)))
-    may_split = job.config.heads == "auto" and job.num_heads % _SPLIT == 0
+    may_split = job.config.heads == "auto" and job.trained.shape.heads % _SPLIT == 0
     if may_split and not any(each.heads > 1 for each in pieces):
         found.append((Piece(ranks=(0, 1), sequences=(), heads=_SPLIT), (longest,)))
     return [(piece, own) for piece, own in found if sum(own) <= plan.capacity * piece.degree]
@@ -156,22 +178,21 @@ def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
     return changed, said
 
 
-def _estimated(job: Job, batch: StepBatch, plan: Plan, changes: tuple[str, ...]) -> VerifyBatch:
+def _estimated(job: Job, cost: Cost, batch: StepBatch, plan: Plan, changes: tuple[str, ...]) -> VerifyBatch:
     return VerifyBatch(
         job=job,
         batch=batch,
         plan=plan,
         changes=changes,
-        seconds=_seconds(job, batch.lengths),
+        seconds=_seconds(job, cost, batch.lengths),
         num_bytes=_bytes(job, plan),
     )
 
 
-def _seconds(job: Job, lengths: Sequence[int]) -> float:
+def _seconds(job: Job, cost: Cost, lengths: Sequence[int]) -> float:
     """Estimate the seconds of planned and plain passes; a bf16 model runs in fp32 too."""
-    cost: Cost = job.planning.cost
     plain = float(sum(cost.piece_seconds([length], 1) + cost.fixed_seconds for length in lengths))
-    rounds = job.precision == "bf16"
+    rounds = job.config.precision == "bf16"
     at_once = job.ranks if job.gpus else min(job.ranks, os.cpu_count() or 1)
     return plain * (1 + 2 * rounds + (1 + rounds) * _OVERHEAD / at_once)
 
@@ -179,9 +200,10 @@ def _seconds(job: Job, lengths: Sequence[int]) -> float:
 def _bytes(job: Job, plan: Plan) -> float:
     """Estimate the peak bytes on this machine: of all ranks together, or of rank 0 with plain models and gradients."""
     parameters = job.trained.parameters or 0
-    narrow = DTYPE_BYTES[job.precision]
-    wide, rounds = wide_bytes(narrow), job.precision == "bf16"
-    memory = replace(job.memory, cut=UNCUT)
+    narrow = DTYPE_BYTES[job.config.precision]
+    wide, rounds = wide_bytes(narrow), job.config.precision == "bf16"
+    memory = memory_of_settings(job.config, job.trained, ranks=job.ranks, on_gpus=job.gpus > 0)
+    memory = replace(memory, cut=UNCUT)
     layout = {"ranks": plan.ranks, "parameters": parameters, "trained": None, "shard": "zero1", "offloads": False}
     model = replace(memory, states=0, **layout).state_bytes()
     held = float(memory.microbatch_bytes(plan.capacity))

@@ -6,24 +6,20 @@ that was planned ahead for chunks is planned again if its loss then needs whole 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.plan import Plan
-from lengthwise.cost import STEP_TOKENS
+from lengthwise.cost import STEP_TOKENS, Cost
+from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.engine.batch import StepBatch
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.planner.service.rank_memory import Capacities
+from lengthwise.planner.service.slow_ranks import SlowRanks
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.engine import Engine
 from lengthwise.session.losses import IN_CHUNKS, LossKind
 from lengthwise.session.source import PlannedStep, StepPlanner
-
-
-def _as_it_is(planning: StepPlanning) -> StepPlanning:
-    return planning
-
 
 _WHOLE = {"logits": "whole"}  # a note of plans
 
@@ -34,8 +30,7 @@ class SessionPlanning:
 
     expects: the loss for which steps are planned ahead. shares: whether rows may share prefixes without labels, unless
     the loop has set dropout or a balance loss since; allows: whether the ranks agreed at the last step that it has not.
-    process: the planner's process, on rank 0. priced: returns a planning with the costs and speeds of ranks measured
-    since.
+    process: the planner's process, on rank 0. slow_ranks: follows the speeds of ranks; None without measured costs.
     """
 
     chunked: StepPlanning
@@ -44,12 +39,25 @@ class SessionPlanning:
     shares: bool = False
     allows: bool = True
     process: PlannerProcess | None = None
-    priced: Callable[[StepPlanning], StepPlanning] = _as_it_is
+    slow_ranks: SlowRanks | None = None
 
     def start(self, process: PlannerProcess) -> StepPlanner:
         """Plan with a process from now on; return a function that plans a step ahead for the losses then expected."""
         self.process = process
-        return lambda batch: self._plan(process, self.priced(self.ahead), batch, self.expects)
+        return lambda batch: self._plan(process, self.ahead, batch, self.expects)
+
+    def reprice(self, cost: Cost) -> None:
+        """Plan the steps to come by costs that were measured since, and follow the speeds of ranks."""
+        self.chunked, self.whole = (replace(each, cost=cost) for each in (self.chunked, self.whole))
+        self.slow_ranks = SlowRanks()
+
+    def observe(self, step: RanStep) -> str | None:
+        """Note a finished step; return a note the first time that ranks differ in speed."""
+        return None if self.slow_ranks is None else self.slow_ranks.observe(self.chunked, step)
+
+    def predicted_step_seconds(self, plan: Plan) -> float:
+        """Return a step's seconds by the costs of its plan."""
+        return float(plan.notes["predicted_seconds"]) + self.chunked.cost.step_end_seconds(self.chunked.ranks)
 
     def plan(self, engine: Engine, batch: StepBatch, name: str, loss: LossKind) -> PlannedStep:
         """Plan a batch for a loss. Collective. name: the step in messages.
@@ -64,6 +72,8 @@ class SessionPlanning:
         self, process: PlannerProcess, planning: StepPlanning, batch: StepBatch, loss: LossKind
     ) -> tuple[str, float]:
         prefixes = batch.shared_prefixes() if self._may_share(loss) else None
+        if self.slow_ranks is not None:
+            planning = self.slow_ranks.planned_for(planning)
         return process.plan(planning, batch.lengths, prefixes)
 
     def _may_share(self, loss: LossKind) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lengthwise.checkpoint import SliceWriter
 from lengthwise.core.uncaught import report_in_a_line
+from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.models import has_own_loss, placeholders, whole_model, without_balance_loss
@@ -115,9 +116,9 @@ class Session(SavedSession):
 
     def _take(self, opened: Opened) -> None:
         """Take an open session's parts, and guard what a user's loop may do to them."""
-        self._settings, self.engine, self.planning = opened.settings, opened.engine, opened.planning
+        self.settings, self.engine, self.planning = opened.settings, opened.engine, opened.planning
         self.model, self._inner = opened.settings.model, opened.settings.text
-        self._transport, planner = opened.ranks.transport, opened.ranks.planner
+        self._transport, planner, self._say = opened.ranks.transport, opened.ranks.planner, opened.ranks.say
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         self.shard = opened.settings.asked.layout(self.world_size)
         config = whole_model(self._inner).config
@@ -132,7 +133,7 @@ class Session(SavedSession):
         own = opened.optimizer if isinstance(opened.optimizer, LoopOptimizer) else None
         self._agreement = Agreement(self._inner, self._transport, own, self._closing, self.engine)
         if own is not None:
-            stages = self._settings.asked.stages
+            stages = self.settings.asked.stages
             self.runner.end = SessionStepEnd(updates=own, transport=self._transport, stages=stages)
             own.compare = self._agreement.reach
         if not self.rank:
@@ -337,7 +338,11 @@ class Session(SavedSession):
     def _made(self, result: StepResult, start: float) -> StepResult:
         """Finish a step that trains; print the plan of the first one."""
         result = replace(result, step_seconds=time.perf_counter() - start)
+        if not self.rank and result.grad_norm is not None:
+            ran = RanStep(plan=result.plan, busy_seconds=result.busy_seconds)
+            if note := self.planning.observe(ran):
+                self._say(note)
         if not self._has_said and not self.rank and self._agreement is not None:
             self._has_said = True
-            print(first_step_sentence(result, self.planning.ahead, on_gpus=self._settings.on_gpus), flush=True)
+            print(first_step_sentence(result, self.planning.ahead, on_gpus=self.settings.on_gpus), flush=True)
         return result

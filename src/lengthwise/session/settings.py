@@ -31,7 +31,9 @@ from lengthwise.models import (
     wrapped_layers,
 )
 from lengthwise.models.stored_model import StoredModel
+from lengthwise.planner.service.slow_ranks import SlowRanks
 from lengthwise.planner.service.step_planning import step_planning
+from lengthwise.session.capacity import measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.keywords import SectionKeywords, SessionKeywords, keyword_problems, read_keywords
 from lengthwise.session.misuse import check_kinds
@@ -44,7 +46,6 @@ from lengthwise.session.model import (
 )
 from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
-from lengthwise.session.room import measured_of
 from lengthwise.setup import TrainedModel, memory_of_settings, offload_of
 
 _MOST_TOKENS = 2**22  # assumed tokens of a batch when memory is measured, if the lengths are unknown
@@ -225,17 +226,25 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
     )
 
 
-def cost_of(settings: SessionSettings) -> Cost:
-    """Return the costs to plan with: given, read from measurements, or estimated for the device."""
+def cost_of(settings: SessionSettings, ranks: int) -> tuple[Cost, str | None]:
+    """Return the costs to plan with, and a note if they are another device's.
+
+    They are given, read from measurements, or estimated for the device.
+
+    Raises:
+        ConfigError, Problems: the file of measurements cannot be read, or is of another model or machine.
+    """
     asked, trained, device = settings.asked, settings.trained, settings.device
     measurements, precision = asked.measurements, PRECISIONS[settings.dtype]
     if isinstance(measurements, Cost):
-        return measurements
+        return measurements, None
     how: dict[str, Any] = {"precision": precision, "adapters": trained.trained or None, "stages": asked.stages}
     if measurements is not None:
-        return cost_from_measurements(measurements, trained.shape, on_gpus=settings.on_gpus, **how)
-    name = hardware_of_gpu(torch.cuda.get_device_name(device))[0] if settings.on_gpus else "cpu"
-    return base_cost(trained.shape, name, **how)
+        threads = torch.get_num_threads() if ranks > 1 and not settings.on_gpus else None
+        how |= {"threads": threads, "on_gpus": settings.on_gpus}
+        return cost_from_measurements(measurements, trained.shape, **how), None
+    name, note = hardware_of_gpu(torch.cuda.get_device_name(device)) if settings.on_gpus else ("cpu", None)
+    return base_cost(trained.shape, name, **how), note
 
 
 def planning_of(
@@ -273,4 +282,5 @@ def planning_of(
         chunked=ahead,
         whole=ahead if whole is None else for_whole_logits(ahead, whole),
         shares=settings.shares_prefixes,
+        slow_ranks=None if asked.measurements is None else SlowRanks(),
     )
