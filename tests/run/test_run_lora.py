@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from lengthwise.config import load_config
 from lengthwise.cost.measured import read_measurements
 from lengthwise.models import stored_model
-from lengthwise.run import pricing
+from lengthwise.run import checks, setup
 from lengthwise.run.checks import prepare_job
+from lengthwise.session.settings import check_settings, cost_of
 from run.small_runs import (
     call,
     losses,
@@ -36,10 +37,12 @@ def run_file(folder, *, lora=LORA, **keys):
 
 @pytest.mark.exhaustive
 def test_lora_is_priced_as_adapters_by_estimates_and_by_what_was_measured(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(pricing, "MEASURING_SECONDS", 0.5)
+    monkeypatch.setattr(setup, "MEASURING_SECONDS", 0.5)
     trained = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))  # q, v, down
     job = prepare_job(load_config(run_file(tmp_path / "estimated", precision="bf16")), ranks=2, timeout_seconds=60.0)
-    assert job.planning.cost.reduced_bytes == trained * (4 + 2)
+    stored, options = checks.stored_model(job.config, job.model), checks.session_options(job.config)
+    settings = check_settings(stored, job.config.optimizer, options)
+    assert cost_of(settings, 2)[0].reduced_bytes == trained * (4 + 2)
     found = train(run_file(tmp_path, measurements="auto", capacity_tokens=64), "--ranks", 2) / "measurements.json"
     assert read_measurements(found).adapters == trained
     again = run_file(tmp_path, measurements=str(found), capacity_tokens=64, output="again")

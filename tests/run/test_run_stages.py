@@ -78,7 +78,7 @@ def test_routers_are_counted_through_the_stages(tmp_path, request):
     (
         4,
         {"stages": 2, "capacity_tokens": 16, "offload": {"store": "disk", "path": ".", "ratio": 1.0}},
-        "at most 48 tokens, 2 replicas x capacity_tokens 16 (of 24 tokens each, with offload)",
+        "got 90 tokens; 2 replicas of 24 each (given). Use capacity_tokens: 30 or auto",
     ),
 ])  # fmt: skip
 def test_what_stages_do_not_run_is_refused_before_any_rank_starts(tmp_path, capsys, ranks, keys, said):

@@ -120,34 +120,20 @@ def _copies(dataset: Dataset, lengths: np.ndarray) -> Copies:
     )
 
 
-def check_fits(
-    dataset: Dataset,
-    *,
-    ranks: int,
-    capacity_tokens: int,
-    held_tokens: int | None = None,
-    cuts: bool = True,
-    stages: int = 1,
-) -> None:
+def check_fits(dataset: Dataset, *, ranks: int, capacity_tokens: int, cuts: bool = True, stages: int = 1) -> None:
     """Raise DataError for sequences of more tokens than all ranks hold, or than one does where none is cut.
 
-    The message names the longest five and what would hold them all. `held_tokens`: tokens that a rank of this capacity
-    holds with offload. If None, the capacity. `stages`: length of the pipeline that each rank is.
+    The message names the longest five and what would hold them all. `stages`: length of the pipeline that each rank is.
     """
-    held_tokens = held_tokens or capacity_tokens
     if not cuts:
         instead = "Raise capacity_tokens, set recompute: layer, take a planner that cuts sequences (lengthwise), or"
-        _refuse_longer(dataset, held_tokens, "what one rank holds: the planner cuts no sequence", instead)
+        _refuse_longer(dataset, capacity_tokens, "what one rank holds: the planner cuts no sequence", instead)
         return
-    limit, longest = ranks * held_tokens, int(dataset.lengths.max(initial=0))
-    enough = -(-longest * capacity_tokens // (ranks * held_tokens))
-    offloads = f" (of {held_tokens} tokens each, with offload)" if held_tokens > capacity_tokens else ""
-    _refuse_longer(
-        dataset,
-        limit,
-        f"{counted(ranks, 'rank' if stages == 1 else 'replica')} x capacity_tokens {capacity_tokens}{offloads}",
-        f"Run on at least {-(-longest // held_tokens) * stages} ranks, or set capacity_tokens: {enough} or auto, or",
-    )
+    longest = int(dataset.lengths.max(initial=0))
+    why = f"{counted(ranks, 'rank' if stages == 1 else 'replica')} x capacity_tokens {capacity_tokens}"
+    enough, tokens = -(-longest // capacity_tokens) * stages, -(-longest // ranks)
+    instead = f"Run on at least {enough} ranks, or set capacity_tokens: {tokens} or auto, or"
+    _refuse_longer(dataset, ranks * capacity_tokens, why, instead)
 
 
 def check_positions(dataset: Dataset, *, positions: int) -> None:

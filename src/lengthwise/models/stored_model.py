@@ -9,10 +9,11 @@ import torch
 
 from lengthwise.comm import Transport, agree
 from lengthwise.config import LoraConfig
-from lengthwise.core.errors import Collector
+from lengthwise.core.errors import Collector, ConfigError
+from lengthwise.core.host_memory import free_host_bytes
 from lengthwise.models.families import check_model_config
 from lengthwise.models.lora import build_adapted, check_lora
-from lengthwise.models.model_source import DTYPES, ModelSource, check_weights, find_model
+from lengthwise.models.model_source import DTYPES, ModelSource, check_weights, count_parameters, find_model
 from lengthwise.models.own_rows import OwnRows, forget_towers, own_rows
 
 
@@ -59,6 +60,19 @@ class StoredModel:
         problems.attempt(lambda: check_weights(self.source))
         problems.attempt(lambda: check_lora(self.source, self.lora))
         problems.raise_all()
+
+    def check_room(self) -> None:
+        """Check that one process can read the whole model: in fp32, the dtype of loading.
+
+        Raises:
+            ConfigError: less host memory is free.
+        """
+        parameters, free = count_parameters(self.source.config), free_host_bytes()
+        if 0 < free < 4 * parameters:
+            expected = f"a model whose parameters fit into the {free / 1e9:.1f} GB that are free here"
+            got = f"{parameters:,} parameters, {4 * parameters / 1e9:.1f} GB in fp32"
+            where, remedy = f"model {self.source.name}", "Give a smaller model."
+            raise ConfigError(where, expected=expected, got=got, remedy=remedy)
 
     def build(self, *, stored: bool) -> Any:
         """Build the model, or its text part; unless `stored`, its parameters are on the meta device."""

@@ -30,6 +30,16 @@ def first_gpu_name() -> str | None:
     return found if isinstance(found, str) else None  # the full error comes when the GPU is used
 
 
+def device_bytes() -> float | None:
+    """Return the memory of a GPU in bytes, asked in a child process, or None if the driver fails."""
+    import torch
+
+    from lengthwise.comm.devices import ask_in_a_child
+
+    found = ask_in_a_child(lambda: float(torch.cuda.get_device_properties(0).total_memory))
+    return found if isinstance(found, float) else None
+
+
 def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> MeasuredPlace:
     """Describe this process's machine; `gpu`: the index of its CUDA device, None on the CPU."""
     import torch

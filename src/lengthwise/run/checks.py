@@ -218,6 +218,8 @@ def _check_model(config: RunConfig, source: ModelSource, *, gpus: int, ranks: in
     """
     stored = stored_model(config, source)
     stored.check()
+    if not (gpus and source.weights and config.shard != "zero1"):  # else ranks may read their own rows
+        stored.check_room()
     options = {**session_options(config), "device": torch.device("cuda" if gpus else "cpu")}
     settings = check_settings(stored, config.optimizer, options)
     if options["measurements"] is not None:

@@ -35,7 +35,8 @@ def check_longest(
     shared = "" if settings.on_gpus else " with as much memory each, on further machines: ranks of one share its memory"
     ranks = f"{-(-longest // held) * stages} ranks{shared if planning.measured else ''}"
     last = ranks if cuts else "a planner that cuts sequences (lengthwise)"
-    remedies, how = [f"capacity_tokens: {tokens} or auto"], "given"
+    enough = -(-longest * max(planning.capacities.values()) // (sharing * held))  # more fits with offload
+    remedies, how = [f"capacity_tokens: {enough} or auto"], "given"
     if planning.measured is not None:
         how, kinds = "measured", _kinds(settings)
         most = {"most_tokens": settings.batch_tokens, "end_bytes": end_bytes}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lengthwise.comm import Transport, broadcast_bytes, from_first, on_first_rank
-from lengthwise.core.errors import ConfigError, ModelRefused
+from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.cost import Cost, check_host
 from lengthwise.engine.optimizer import SlicedOptimizer
@@ -23,9 +23,7 @@ from lengthwise.engine.slices import Sharding
 from lengthwise.engine.stage_messages import Pipeline
 from lengthwise.models import ModelStage, choose_layers
 from lengthwise.models.own_rows import OwnRows
-from lengthwise.models.stored_model import StoredModel
 from lengthwise.models.weights import first_names, is_finite
-from lengthwise.report.figures import count
 from lengthwise.session.capacity import capacities_sentence, least
 from lengthwise.session.engine import Engine, engine_of
 from lengthwise.session.longest import check_longest
@@ -35,7 +33,7 @@ from lengthwise.session.ranks import SessionRanks, join_ranks
 from lengthwise.session.settings import SessionSettings, check_settings, cost_of, planning_of
 from lengthwise.session.stages import cut_stages, join_stages
 from lengthwise.session.user_loop import slices_of
-from lengthwise.setup import Machine, TrainedModel, lengths_of_a_batch, memory_of_settings, resolve
+from lengthwise.setup import Machine, lengths_of_a_batch, memory_of_settings, resolve
 from lengthwise.simulator import MODEL_ERROR
 
 _UNMEASURED_TOKENS = 4096  # assumed capacity when layers are cut into stages before the capacity is measured
@@ -146,20 +144,10 @@ def _read(settings: SessionSettings, ranks: SessionRanks) -> tuple[SessionSettin
     transport, stages = ranks.transport, settings.asked.stages
     transport.phase = "start, loading the model"
     is_cut = settings.asked.layout(transport.world_size) != "zero1" or stages > 1
-    if not (is_cut and settings.stored.source.weights):  # else every rank may read its own rows
-        on_first_rank(transport, lambda: _check_room(settings.stored, settings.trained))
+    if not is_cut:  # else every rank may read its own rows
+        on_first_rank(transport, settings.stored.check_room)
     model, rows = settings.stored.read(settings.text, transport, is_cut=is_cut, stages=stages)
     return replace(settings, model=model, text=model), rows
-
-
-def _check_room(stored: StoredModel, trained: TrainedModel) -> None:
-    """Refuse a model whose parameters do not fit into this machine's memory in fp32, the dtype of loading."""
-    needed, free = 4 * (trained.parameters or 0), free_bytes(torch.device("cpu"), 1)
-    if 0 < free < needed:
-        expected = f"a model whose parameters fit into the {free / 1e9:.1f} GB that are free here"
-        got = f"{count(trained.parameters or 0)} parameters, {needed / 1e9:.1f} GB in fp32"
-        remedy = "Give a smaller model."
-        raise ConfigError(f"model {stored.source.name}", expected=expected, got=got, remedy=remedy)
 
 
 def _lay(
