@@ -142,7 +142,7 @@ class Callback(Protocol):
         """Take rank 0's current work, as `step 3, microbatch 2 of 8 forward`, very often, and "" at the end."""
 
     def on_note(self, line: str) -> None:
-        """Take a decision of the run and its reason: kernel, transport, memory check."""
+        """Take a decision of the run and its reason: kernel, transport, capacity."""
 
     def on_step(self, step: FinishedStep) -> None:
         """Take a step that made its update."""
