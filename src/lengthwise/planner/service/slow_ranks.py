@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from lengthwise.cost.rank_speeds import STEPS, RanStep, rank_speeds
 from lengthwise.planner import PlanOptions
 from lengthwise.planner.service.step_planning import StepPlanning
-from lengthwise.report.figures import percent
 
 _WARM_UP_STEPS = 1  # the oldest remembered step does not count: it may be the first
 
@@ -50,7 +49,7 @@ def _plans_speeds(options: PlanOptions) -> bool:
 def _unequal(speeds: Sequence[float], options: PlanOptions) -> str:
     """Describe unequal speeds and their effect on plans."""
     slowest = min(speeds)
-    found = f"rank {speeds.index(slowest)} computes at {percent(slowest)} of the fastest rank's speed"
+    found = f"rank {speeds.index(slowest)} computes at {slowest:.0%} of the fastest rank's speed"
     if not _plans_speeds(options):
         return f"{found}; it gets no less work: only planner lengthwise does that, without offload auto and shard zero3"
     if options.heads == "off":
