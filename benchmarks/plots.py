@@ -24,7 +24,7 @@ from lengthwise.data.recipes import draw_lengths
 from pages import FOLDER
 
 PICTURES = FOLDER.parent / "pictures"
-DARK, MIDDLE, LIGHT, FAINT, INK = "#1f3b57", "#5f8fb8", "#b9d3e8", "#e9eef2", "#24292f"
+DARK, MIDDLE, LIGHT, INK = "#1f3b57", "#5f8fb8", "#b9d3e8", "#24292f"
 FONT = "font-family:Helvetica,Arial,'DejaVu Sans',sans-serif"
 SHOWN_RANKS = 32
 
@@ -51,9 +51,8 @@ class Sheet:
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" stroke="{line}"/>'
         )
 
-    def line(self, x: float, y: float, to_x: float, to_y: float, *, ink: str = "#c4cad0", dashed: bool = False) -> None:
-        dash = ' stroke-dasharray="4 3"' if dashed else ""
-        self.parts.append(f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{ink}"{dash}/>')
+    def line(self, x: float, y: float, to_x: float, to_y: float, *, ink: str = "#c4cad0") -> None:
+        self.parts.append(f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{ink}"/>')
 
     def svg(self) -> str:
         """Return the file."""

@@ -3,7 +3,7 @@
 import lengthwise
 
 tokens = [262_144] + [32_768] * 12 + [2_048] * 400
-cost = lengthwise.costs("llama-70b", "h100")
+cost = lengthwise.costs("llama-7b", "h100")
 
 for ranks in (8, 16, 32):
     cluster = lengthwise.Cluster(ranks=ranks, capacity_tokens=65_536)

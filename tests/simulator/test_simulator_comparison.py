@@ -115,7 +115,7 @@ def test_notes_say_in_how_many_steps_prompts_are_shared_and_why_they_are_not(mon
     found = compare([[3000] * 16, [3000]], scenario)
     assert "Prompts computed once in 1 of 2 steps: " in branches_notes(found)[0]
     assert branches_json(found)["saved_seconds_ratio"][1] is None
-    steps = [replace(each, saved_ratio=-0.02, features=frozenset()) for each in found.ours.found.steps]
+    steps = [replace(each, saved_ratio=-0.02, shares_prompts=False) for each in found.ours.found.steps]
     slower = replace(found.shared, found=replace(found.ours.found, steps=tuple(steps)))
     assert "not computed once: that would add 2.0 % to the" in branches_notes(replace(found, shared=slower))[0]
 

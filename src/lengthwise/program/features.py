@@ -1,7 +1,4 @@
-"""What a plan can ask of its readers beyond rings and packs, and which reader supports it: engine, simulator.
-
-A reader that learns a feature adds it to its set here.
-"""
+"""What a plan can ask of its readers beyond rings and packs, what the simulator prices of it, what the engine refuses."""
 
 from __future__ import annotations
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from lengthwise.core.names import counted
 from lengthwise.planner.service.step_planning import LEAST_SAVED
-from lengthwise.program.features import Feature
 from lengthwise.report.figures import percent, seconds
 from lengthwise.simulator import Branches, Comparison, Found
 
@@ -66,7 +65,7 @@ def branches_json(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def _sharing(found: Found) -> int:
-    return sum(Feature.BRANCHES in step.features for step in found.steps)
+    return sum(step.shares_prompts for step in found.steps)
 
 
 def _saved_tokens(found: Found) -> float:

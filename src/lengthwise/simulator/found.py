@@ -34,6 +34,7 @@ class SimulatedStep:
     the batch on these devices. num_tokens, flops: of whole sequences, without padding. computed_tokens: those of the
     plan, padding and prefixes as often as they are computed. saved_ratio: of the plan (`planner.prefixes.saved_ratio`).
     recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or microbatch.
+    shares_prompts: whether the plan computes a prompt once for several sequences.
     """
 
     step_seconds: float
@@ -51,6 +52,7 @@ class SimulatedStep:
     most_degree: int
     most_heads: int
     most_offload: float
+    shares_prompts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,6 +214,7 @@ def _step(tokens: Sequence[int], plan: Plan, timeline: Timeline, setting: Settin
         most_degree=max(piece.degree for piece in pieces),
         most_heads=max(piece.heads for piece in pieces),
         most_offload=max(microbatch.offload for microbatch in plan.microbatches),
+        shares_prompts=bool(plan.parents),
     )
 
 
