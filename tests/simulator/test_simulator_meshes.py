@@ -7,7 +7,6 @@ import pytest
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.core.shape import LayerCut
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.report.simulation import closing_sentences
@@ -16,7 +15,6 @@ from lengthwise.simulator import (
     Scenario,
     best_mesh,
     refuse_unheld,
-    stages_to_try,
 )
 from lengthwise.simulator.found import TooLarge, run_batches
 from tiers import more, some
@@ -32,12 +30,12 @@ NO_OFFLOAD = RankMesh(heads="auto")
     "planner", some(["packed-dp", "static", "single-degree", "bytescale", "power-of-two", "lengthwise"], 1, 5)
 )
 def test_search_ends_no_later_than_every_mesh(planner: str, devices: int) -> None:
-    """Every number of stages, all and a quarter of the capacity, with and without offload."""
-    scenario = replace(SCENARIO, devices=devices, stages=stages_to_try(SHAPE, devices)[:2])
+    """All and a quarter of the capacity, with and without offload."""
+    scenario = replace(SCENARIO, devices=devices)
     batches = BATCHES[:1]
     found = best_mesh(planner, batches, scenario)
-    for stages, share, offload in product(scenario.stages, (1, 1 / 4), ("off", "auto")):
-        mesh = RankMesh(cut=LayerCut(stages=stages), capacity_share=share, heads="auto", offload=offload)
+    for share, offload in product((1, 1 / 4), ("off", "auto")):
+        mesh = RankMesh(capacity_share=share, heads="auto", offload=offload)
         other = best_mesh(planner, batches, replace(scenario, only=mesh)).found
         if other is None:
             continue  # sequences that it does not hold
@@ -148,12 +146,6 @@ def test_nobody_holds_the_sequences_is_an_error_and_somebody_is_not() -> None:
     assert alone.found is None
     assert alone.tried == 1
     assert "20000" in str(alone.refusal)
-
-
-def test_stages_to_try_divide_devices_and_layers() -> None:
-    assert stages_to_try(SHAPE, 7) == (1,)
-    assert stages_to_try(SHAPE, 64) == (1, 2, 4, 8)
-    assert stages_to_try(replace(SHAPE, layers=6), 64) == (1, 2)
 
 
 @pytest.mark.parametrize(

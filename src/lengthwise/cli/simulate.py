@@ -144,7 +144,7 @@ class Simulate:
         scenario = replace(asked.scenario, context_tokens=context)
         comparison = compare_ways(scenario, batches, kinds=self.machine.kinds, **asked.trained)
         sentence, notes = answer_sentence(comparison, known.unit), [*self._text_alone(), *answer_notes(comparison)]
-        if planners and (self.machine.pp or self.planning.mode == "pipeline"):
+        if planners and (self.machine.pp or 1) > 1:
             notes = [*notes, "These rows have no stages, which count in the details below."]
         about = self._about(scenario, batches, known, **asked.trained)
         width = console.width if console.is_terminal else None
@@ -324,7 +324,7 @@ class Simulate:
         )
 
     def _facts(self, scenario: Scenario, batches: list[list[int]], known: KnownLengths) -> dict[str, Any]:
-        given = ("mode", "stages", "devices", "capacity_tokens", "context_tokens")
+        given = ("mode", "devices", "capacity_tokens", "context_tokens")
         return {
             "model": scenario.shape.name,
             "hardware": scenario.hardware.name,
@@ -346,4 +346,4 @@ class Simulate:
 
 
 def _cost_of_one_mesh(scenario: Scenario) -> Cost:
-    return scenario.cost_of(scenario.mesh(scenario.stages[0]))
+    return scenario.cost_of(scenario.base)

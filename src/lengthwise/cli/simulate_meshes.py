@@ -67,7 +67,7 @@ class MeshChoices:
     """best: search the best mesh of every planner, in the same way for all (over those of --capacity, --heads,
     --offload and --recompute that you do not give); same: use one mesh, as given, for all."""
     pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: 1)")] = None
-    """Pipeline stages of a rank, a device each; default with --mode pipeline and --gpus: searched."""
+    """Pipeline stages of a rank, a device each."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank holds in a microbatch; default: what fits beside weights and optimizer, by estimate, and
     parts of it."""
@@ -95,7 +95,7 @@ class MeshChoices:
         attempt(partial(refuse_kind, self.recompute, self.capacity))
         capacity = None if self.capacity is None else attempt(partial(parse_tokens, self.capacity, "--capacity"))
         devices = attempt(self._devices) if (self.pp or 1) > 0 else None
-        described = self._priced(planning, problems, config) if self.measurements is None else attempt(self._measured)
+        described = self._priced(problems, config) if self.measurements is None else attempt(self._measured)
         if len(problems.problems) > before or not described or not devices:
             return None
         scenario = attempt(partial(self._scenario, planning, capacity, devices, described))
@@ -110,32 +110,24 @@ class MeshChoices:
         devices: int,
         described: tuple[ModelShape, Hardware, Cost | None],
     ) -> Scenario:
-        from lengthwise.simulator import RankMesh, Scenario, stages_to_try
+        from lengthwise.simulator import RankMesh, Scenario
 
         shape, hardware, cost = described
         is_same = self.mesh == "same"
         is_fixed = is_same or cost is not None or self.ranks is not None
-        stages: tuple[int, ...] = (self.pp or 1,)
-        if planning.mode == "pipeline" and not self.pp and not is_fixed:
-            stages = stages_to_try(shape, devices)[1:]
-            if not stages:
-                expected = f"devices and layers that 2 divides, not {devices} and {shape.layers}"
-                remedy = "Give other --gpus, --pp, or --mode free."
-                raise ConfigError("--mode", expected=expected, got="pipeline", remedy=remedy)
         kinds = ("none",) if self.recompute is None and (is_same or capacity) else self.kinds
-        usual, cut = "off" if is_same else "auto", LayerCut(virtual=planning.virtual or 1)
+        usual, cut = "off" if is_same else "auto", LayerCut(stages=self.pp or 1, virtual=planning.virtual or 1)
         base = RankMesh(cut=cut, heads=planning.heads or usual, offload=planning.offload or usual)
         scenario = Scenario(
-            shape=shape, hardware=hardware, devices=devices, stages=stages, kinds=kinds,
+            shape=shape, hardware=hardware, devices=devices, kinds=kinds,
             capacity_tokens=capacity, takes_capacity=is_fixed, base=base, mode=planning.mode, cost=cost,
         )  # fmt: skip
-        return replace(scenario, only=scenario.mesh(stages[0])) if is_same else scenario
+        return replace(scenario, only=base) if is_same else scenario
 
     def options(self, planning: PlanChoices) -> PlanOptions:
         """Return the options of all planners, to check them before any plan."""
-        stages = self._stages(planning.mode)
-        is_pipeline = planning.mode == "pipeline" or (planning.mode is None and (stages or 1) > 1)
-        return planning.options(**({"mode": "pipeline", "stages": stages} if is_pipeline else {}))
+        is_pipeline = planning.mode == "pipeline" or (planning.mode is None and (self.pp or 1) > 1)
+        return planning.options(**({"mode": "pipeline", "stages": self.pp} if is_pipeline else {}))
 
     def _devices(self) -> int:
         refuse_but_one("simulate", {"--ranks": self.ranks is not None, "--gpus": self.gpus is not None})
@@ -149,14 +141,7 @@ class MeshChoices:
             raise ConfigError("--gpus", expected=expected, got=str(self.gpus), remedy=remedy)
         return self.gpus
 
-    def _stages(self, mode: str | None) -> int | None:
-        """Return the stages to check options with: those given, or the fewest that a pipeline has."""
-        is_searched = self.mesh == "best" and self.ranks is None and self.measurements is None
-        return self.pp or (2 if mode == "pipeline" and is_searched else None)
-
-    def _priced(
-        self, planning: PlanChoices, problems: Collector, config: RunConfig | None
-    ) -> tuple[ModelShape, Hardware, None] | None:
+    def _priced(self, problems: Collector, config: RunConfig | None) -> tuple[ModelShape, Hardware, None] | None:
         from lengthwise.cli.run_model import shape_of_run
         from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 
@@ -169,7 +154,7 @@ class MeshChoices:
         hardware = problems.attempt(partial(named_hardware, self.hardware or "h100"))
         if hardware is not None and self.kernel is not None:
             hardware = problems.attempt(partial(hardware.with_kernel, self.kernel))
-        stages = self._stages(planning.mode) or 1
+        stages = self.pp or 1
         if shape is None or hardware is None or stages < 1:
             return None
         cost = problems.attempt(partial(all_terms_cost, shape, hardware, stages=stages))
@@ -300,4 +285,4 @@ def _search_and_report(planner: str) -> Best:
 
 
 def _doing(mesh: RankMesh, tried: int) -> str:
-    return f"plan {tried + 1} ({counted(mesh.cut.stages, 'stage')}, {mesh.capacity_share:g} of what fits)"
+    return f"plan {tried + 1} ({mesh.capacity_share:g} of what fits)"

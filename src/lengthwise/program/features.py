@@ -1,4 +1,4 @@
-"""What a plan can ask of its readers beyond rings and packs, what the simulator prices of it, what the engine refuses."""
+"""What a plan can ask beyond rings and packs, what of it the simulator prices, and what the engine refuses."""
 
 from __future__ import annotations
 

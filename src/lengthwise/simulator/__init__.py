@@ -6,7 +6,7 @@ from lengthwise.simulator.comparison import LAYOUTS, OURS, POWERS, Comparison, a
 from lengthwise.simulator.found import Found, run_batches
 from lengthwise.simulator.gains import MODEL_ERROR, Gain, gain_over
 from lengthwise.simulator.mesh_search import Best, best_mesh, refuse_unheld
-from lengthwise.simulator.meshes import RankMesh, Scenario, Setting, stages_to_try
+from lengthwise.simulator.meshes import RankMesh, Scenario, Setting
 from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.trace import Stretch, chosen_ranks, chrome_trace, stretches
 
@@ -35,6 +35,5 @@ __all__ = [
     "refuse_unheld",
     "run_batches",
     "simulate_plan",
-    "stages_to_try",
     "stretches",
 ]

@@ -2,8 +2,7 @@
 
 A search tries meshes on the batch of most work. Those within 3 % of the best, two at most, run all batches; hopeless
 meshes and kinds of recomputation are skipped. Of a named planner it tries capacities halved until two in a row end no
-sooner; then twice the stages while that ends sooner. Of FSDP2 in lock-step and of layouts of parameters it tries the
-meshes that it is given.
+sooner. Of FSDP2 in lock-step and of layouts of parameters it tries the meshes that it is given.
 """
 
 from __future__ import annotations
@@ -79,20 +78,9 @@ class MeshSearch:
 
     def best(self) -> Found | None:
         """Return the best of the scenario's meshes, or None if none holds the sequences."""
-        scenario = self.scenario
-        if scenario.only is not None:
-            return self.best_of([scenario.only])
-        for stages in scenario.stages:
-            self._halve(scenario.mesh(stages))
-            if self.first:
-                break
-        best = min(self.first, key=self._seconds, default=None)
-        while best is not None:
-            more = replace(best, cut=replace(best.cut, stages=2 * best.cut.stages))
-            is_within = more.cut.stages <= scenario.stages[-1] and scenario.devices % more.cut.stages == 0
-            if is_within:
-                self._try(more)
-            best = more if is_within and self._seconds(more) < self._seconds(best) else None
+        if self.scenario.only is not None:
+            return self.best_of([self.scenario.only])
+        self._halve(self.scenario.base)
         return self.best_of()
 
     def best_of(self, meshes: Iterable[RankMesh] = ()) -> Found | None:

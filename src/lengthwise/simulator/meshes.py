@@ -28,8 +28,6 @@ from lengthwise.planner.plan_options import DEFAULT
 from lengthwise.simulator.branches import Branches
 from lengthwise.simulator.rivals import LockStep
 
-_STAGES = (1, 2, 4, 8)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMesh:
@@ -77,20 +75,18 @@ class Setting:
 class Scenario:
     """A model on a number of devices, and the meshes that planners may be given there.
 
-    stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
-    (default: what fits); takes_capacity: whatever the estimate says. base: the mesh of one device, whose choices and
-    chunks of a stage all meshes have. only: the one mesh of all planners. If None, search the best of each. cost: of
-    ranks of one device, measured (default: by hardware). mode: of `PlanOptions` (default: by stages and layout).
-    context_tokens: of `Setting`. adapters: parameters that train in place of the model's own (LoRA). If None,
-    all train. offloads: whether master weights and the optimizer's states are on the host. branches: prompts that
-    sequences have in common. If None, they have none.
+    kinds: of recomputation, chosen for each step. capacity_tokens: of a rank (default: what fits); takes_capacity:
+    whatever the estimate says. base: the mesh with all tokens that fit, whose stages and choices all meshes have. only:
+    the one mesh of all planners. If None, search the best of each. cost: of ranks of one device, measured (default: by
+    hardware). mode: of `PlanOptions` (default: by stages and layout). context_tokens: of `Setting`. adapters:
+    parameters that train in place of the model's own (LoRA). If None, all train. offloads: whether master weights and
+    the optimizer's states are on the host. branches: prompts that sequences have in common. If None, they have none.
     """
 
     shape: ModelShape
     hardware: Hardware
     devices: int
     context_tokens: int = 1
-    stages: tuple[int, ...] = (1,)
     kinds: tuple[str, ...] = RECOMPUTE_KINDS
     capacity_tokens: int | None = None
     takes_capacity: bool = False
@@ -168,12 +164,3 @@ class Scenario:
         node = self.hardware.ranks_per_node if self.cost is None else max(1, self.cost.ranks_per_node)
         whole = step_memory(self.shape, self.hardware, self.devices // mesh.cut.stages, cut=mesh.cut)
         return replace(whole, shard=mesh.layout, ranks_per_node=node, trained=self.adapters, offloads=self.offloads)
-
-    def mesh(self, stages: int) -> RankMesh:
-        """Return a mesh with all tokens that fit, and all choices that planners may have."""
-        return replace(self.base, cut=replace(self.base.cut, stages=stages))
-
-
-def stages_to_try(shape: ModelShape, devices: int) -> tuple[int, ...]:
-    """List numbers of pipeline stages of a rank: powers of two that divide layers and devices."""
-    return tuple(each for each in _STAGES if devices % each == shape.layers % each == 0)
