@@ -79,7 +79,7 @@ def forecast(run: Run) -> tuple[float, float]:
     mesh = RankMesh(layout="zero3", held=((run.recompute, run.tokens * run.sequences),), lock_step=how)
     batch = [run.tokens] * (run.sequences * run.microbatches)
     scenario = Scenario(shape=named_shape(run.model), hardware=hardware, devices=run.gpus, only=mesh)
-    found = best_mesh("FSDP2", [batch], scenario).any_mesh
+    found = best_mesh("FSDP2", [batch], scenario).found
     assert found is not None, "nothing is refused that is not asked to fit"
     return found.mean_seconds, found.most("memory_bytes")
 

@@ -96,23 +96,6 @@ def modelled_gain(other_seconds: Sequence[float], our_seconds: Sequence[float]) 
     return str(gain_over([sum(other_seconds)], [sum(our_seconds)]))
 
 
-def table_rows(page: Path, *, heading: str) -> list[dict[str, str]]:
-    """Read the table under a heading, or after a line that begins with `heading`: one cell a column, by its title."""
-    lines = iter(page.read_text(encoding="utf-8").splitlines())
-    for line in lines:
-        if line.lstrip("# ").startswith(heading):
-            break
-    table: list[Sequence[str]] = []
-    for line in lines:
-        if line.startswith("|"):
-            table.append([cell.strip() for cell in line.strip("|").split(" | ")])
-        elif table:
-            break
-    if not table:
-        raise SystemExit(f"{page}: expected a table under {heading!r}")
-    return [dict(zip(table[0], row, strict=True)) for row in table[2:]]
-
-
 def _command() -> str:
     """Return the command line that runs, without `--out`."""
     words, skipped = [f"benchmarks/{Path(sys.argv[0]).name}"], False

@@ -4,7 +4,6 @@
 
     step      32 ranks over one step: docs/pictures/step.json, which commit cc71423 makes from traces of `simulate`
     tail      what share of sequences, tokens and attention is in sequences of each length; drawn from `github`
-    meshes    planners, each with its best mesh  (docs/benchmarks/meshes.md)
 
 Grey levels carry the meaning, so that prints and readers without colour lose nothing; the paper is white in
 light and dark themes alike. A test draws them again and compares.
@@ -22,11 +21,10 @@ from pathlib import Path
 import numpy as np
 
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.planner import PLANNERS
-from pages import FOLDER, table_rows
+from pages import FOLDER
 
 PICTURES = FOLDER.parent / "pictures"
-DARK, MIDDLE, LIGHT, FAINT, INK = "#1f3b57", "#5f8fb8", "#b9d3e8", "#e9eef2", "#24292f"
+DARK, MIDDLE, LIGHT, INK = "#1f3b57", "#5f8fb8", "#b9d3e8", "#24292f"
 FONT = "font-family:Helvetica,Arial,'DejaVu Sans',sans-serif"
 SHOWN_RANKS = 32
 
@@ -53,18 +51,8 @@ class Sheet:
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}" stroke="{line}"/>'
         )
 
-    def line(self, x: float, y: float, to_x: float, to_y: float, *, ink: str = "#c4cad0", dashed: bool = False) -> None:
-        dash = ' stroke-dasharray="4 3"' if dashed else ""
-        self.parts.append(f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{ink}"{dash}/>')
-
-    def cut(self, x: float, top: float, height: float) -> None:
-        """Draw the mark of a bar that is longer than it is drawn: a slanted gap in it at `x`."""
-        below = top + height
-        corners = [(x + 3, top - 1), (x + 8, top - 1), (x + 1, below + 1), (x - 4, below + 1)]
-        points = " ".join(f"{at:.1f},{y:.1f}" for at, y in corners)
-        self.parts.append(f'<polygon points="{points}" fill="white"/>')
-        for start, end in ((corners[0], corners[3]), (corners[1], corners[2])):
-            self.line(*start, *end, ink="#5c656d")
+    def line(self, x: float, y: float, to_x: float, to_y: float, *, ink: str = "#c4cad0") -> None:
+        self.parts.append(f'<line x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}" stroke="{ink}"/>')
 
     def svg(self) -> str:
         """Return the file."""
@@ -133,40 +121,7 @@ def tail() -> str:
     return sheet.svg()
 
 
-def meshes() -> str:
-    """Draw, for each setting, the best mesh of every planner over what `lengthwise` ends at today."""
-    page, words = FOLDER / "meshes.md", ("set", "GPUs", "longest", "step")
-    today = table_rows(page, heading="What the engine runs today")
-    best = table_rows(page, heading="Best of all meshes")
-    shown = [
-        (row, float(ours["lengthwise"])) for row, ours in zip(best, today, strict=True) if ours["lengthwise"] != "-"
-    ]
-    names = [name for name in best[0] if name not in words and name in PLANNERS]
-    fills = dict(zip(names, ("white", FAINT, "#d0dae2", LIGHT, MIDDLE, DARK), strict=True))
-    per_column = -(-len(shown) // 2)
-    sheet = Sheet(760, 90 + (18 * len(names) + 4) * per_column, "Step seconds of each planner with its best mesh")
-    sheet.text(16, 24, "Step time of each planner with its best of all meshes (simulated);", size=14, bold=True)
-    sheet.text(16, 42, "1: what Lengthwise trains today, without tensor parallelism or pipelines", size=14, bold=True)
-    legend(sheet, 16, 64, [(fills[name], name) for name in names])
-    most = 2.0  # a bar that would be longer is cut there, with a mark; its figure says how long
-    sheet.cut(590, 55, 10)
-    sheet.text(604, 64, "cut: longer than drawn", size=11)
-    for number, (row, ours) in enumerate(shown):
-        x, y = 130 + 370 * (number // per_column), 84 + (18 * len(names) + 4) * (number % per_column)
-        sheet.text(x - 8, y + 22, f"{row['set']}", size=11, anchor="end", bold=True)
-        sheet.text(x - 8, y + 38, f"{row['GPUs']} GPUs, {row['longest']}", size=11, anchor="end")
-        for place, name in enumerate(names):
-            top, ratio = y + 16 * place, float(row[name]) / ours if row[name] != "-" else 0.0
-            width = 190 * min(ratio, most) / most
-            sheet.box(x, top, width, 14, fills[name], line="#5c656d")
-            if ratio > most:
-                sheet.cut(x + width - 14, top, 14)
-            sheet.text(x + width + 5, top + 11, f"{ratio:.2f}" if ratio else "does not fit", size=9.5)
-        sheet.line(x + 190 / most, y - 3, x + 190 / most, y + 16 * len(names) + 2, ink=INK, dashed=True)
-    return sheet.svg()
-
-
-CHARTS: dict[str, Callable[[], str]] = {"step": step, "tail": tail, "meshes": meshes}
+CHARTS: dict[str, Callable[[], str]] = {"step": step, "tail": tail}
 
 
 def main() -> None:

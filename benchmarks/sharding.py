@@ -368,7 +368,7 @@ def layouts_table(gpus: Sequence[int]) -> Iterator[str]:
                 tokens = draw_lengths("github", 16_384 * devices, 0, longest_tokens=32_768)
                 layouts = compare_layouts([tokens], scenario)
                 found = dict(zip(LAYOUTS, layouts, strict=False))
-                times = [row.any_mesh.mean_seconds for row in layouts if row.any_mesh]
+                times = [row.found.mean_seconds for row in layouts if row.found]
                 cells = [_layout_cell(found.get(layout), min(times, default=0.0)) for layout in LAYOUTS]
                 yield [model, f"{devices}", auto_layout([tokens], scenario, layouts) or "none", *cells]
 
@@ -378,7 +378,7 @@ def layouts_table(gpus: Sequence[int]) -> Iterator[str]:
 def _layout_cell(row: Any, best: float) -> str:
     if row is None:
         return "as zero3"
-    if (found := row.any_mesh) is None:
+    if (found := row.found) is None:
         return "does not fit"
     recompute = found.steps[0].recompute
     said = {"none": "", "layer": ", recompute all", "all_but_attention": ", recompute MLP"}[recompute]

@@ -81,11 +81,11 @@ def test_measurements_stand_alone(tmp_path, capfd, measured, lengths):
     assert "--measurements: expected nothing beside --cost" in refused(capfd, *rest, "--cost", cost)
     assert call("simulate", "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "out") == 2
     assert "one of --model and --measurements" in capfd.readouterr().err
-    asked = ("--model", "tiny", "--tp", 2, "--measurements", measured)
+    asked = ("--model", "tiny", "--pp", 2, "--measurements", measured)
     assert call("simulate", "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "out", *asked) == 2
     err = capfd.readouterr().err
     assert "--model: expected nothing beside --measurements" in err
-    assert "--tp: expected nothing beside --measurements" in err
+    assert "--pp: expected nothing beside --measurements" in err
 
 
 def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, measured):

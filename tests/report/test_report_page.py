@@ -15,12 +15,10 @@ from lengthwise.report.simulation import (
     COLUMNS,
     closing_sentences,
     mfu_text,
-    our_planner,
     remarks,
     result_rows,
     simulation_json,
-    simulation_tables,
-    tables_of,
+    simulation_table,
 )
 from lengthwise.simulator import Best, Found, RankMesh, Scenario, best_mesh, compare
 
@@ -110,7 +108,7 @@ def test_page_opens_with_the_sentence_and_step_times_as_bars(compared) -> None:
     assert page.index("<h1>one sentence</h1>") < page.index("<h2>Step times</h2>") < page.index("<h2>Lengths")
     bars = page[page.index("<table class=steps>") :]
     widths = [float(each) for each in re.findall(r'<rect class="(?:bar|ours)" width="([\d.]+)"', bars)]
-    fitting = [row.any_mesh.mean_seconds for row in compared.rows if row.any_mesh]
+    fitting = [row.found.mean_seconds for row in compared.rows if row.found]
     assert len(fitting) == 4
     assert widths == pytest.approx([100 * each / max(fitting) for each in fitting], abs=0.1)
     assert "does not fit: longest sequence 60,000, a GPU holds 8,192" in page
@@ -121,7 +119,7 @@ def test_page_shows_lengths_degrees_and_gpus_over_time(compared) -> None:
     tags = _read(page)
     assert len([a for tag, a in tags if tag == "rect" and a.get("class") == "bar" and "height" in a]) >= 16
     dots = {(int(x), int(y)) for x, y in re.findall(r"<title>(\d+) tokens? over (\d+) GPUs?</title>", page)}
-    assert dots == set(degrees_of(compared.ours.any_mesh))
+    assert dots == set(degrees_of(compared.ours.found))
     spans = [a for tag, a in tags if tag == "rect" and a.get("class") in ("ring", "local")]
     assert spans
     assert all(64 <= float(a["x"]) <= 708.5 for a in spans)
@@ -166,7 +164,7 @@ def test_page_draws_the_share_of_attention_work_of_each_length(compared) -> None
 
 def test_each_planner_is_held_against_the_best_of_the_others(found) -> None:
     """Of three, which take 3, 1 and 2 times as long, the middle one against the last, both others against it."""
-    ((_, (first, _)),) = tables_of(found)
+    first = found[0].found
 
     def taking(times: int) -> Found:
         return replace(
@@ -178,48 +176,27 @@ def test_each_planner_is_held_against_the_best_of_the_others(found) -> None:
 
 
 def test_rows_json_and_table_say_the_same(found, detailed) -> None:
-    ((title, today),) = tables_of(found)
-    assert "as this version trains it (simulated, not measured)" in title
-    rows = result_rows(today)
+    rows = result_rows([each.found for each in found])
     assert [row[0] for row in rows] == ["static", "lengthwise"]
     written = simulation_json(detailed, {"model": "llama-7b"})
     ratios = [written["planners"][name]["speedup_over_best_other"] for name in ("static", "lengthwise")]
     assert ratios[0] == pytest.approx(1 / ratios[1])
     for row, ratio in zip(rows, ratios, strict=True):
         assert row[COLUMNS.index("over best other")] in (f"{ratio:.2f}x", f"equal ({ratio:.2f}x)")
-    assert result_rows(today[:1])[0][COLUMNS.index("over best other")] == "no other"
-    assert written["planners"] == written["trained_today"]
-    assert written["planners"]["static"]["step_seconds"] == today[0].step_seconds
-    (table,) = simulation_tables(found)
+    assert result_rows([found[0].found])[0][COLUMNS.index("over best other")] == "no other"
+    assert written["planners"]["static"]["step_seconds"] == found[0].found.step_seconds
+    table = simulation_table(found)
     assert table.rows[0] == ("planner", "static", "lengthwise")
     assert [row[0] for row in table.rows] == list(COLUMNS)
 
 
-def test_what_trains_stands_before_what_is_only_planned(found) -> None:
-    """A table of its own, first; our planner is shown, compared and traced as it trains."""
-    static, ours = found
-    quick = _found(ours.today, (0.5, 0.5), setting=replace(ours.today.setting, mesh=RankMesh(tensor=2)))
-    both = [static, replace(ours, any_mesh=quick)]
-    (_, today), (title, planned) = tables_of(both)
-    assert [each.mesh.tensor for each in today] == [1, 1]
-    assert [each.mesh.tensor for each in planned] == [1, 2]
-    assert "this version does not all train" in title
-    assert our_planner(both).shown is ours.today
-    assert result_rows(planned)[1][COLUMNS.index("trains today")] == "no"
-    assert "Planned only, not trained by this version: 500 ms with lengthwise (TP 2" in closing_sentences(
-        both, "12 GPUs"
-    )
-    none = [static, replace(ours, today=None, any_mesh=quick)]
-    assert "planned only: this version does not train it" in closing_sentences(none, "12 GPUs")
-
-
 def test_remarks_name_full_devices_and_planners_without_a_mesh(found, compared) -> None:
-    most = [each.today.most("memory_bytes") for each in found]
+    most = [each.found.most("memory_bytes") for each in found]
     assert remarks(found, device_bytes=max(most), names={}) == []
     (full,) = remarks(found, device_bytes=min(most) - 1, names={})
     assert "static, lengthwise" in full
     refusal = PlanError("sequence 3", expected="at most {room|all}", got="9 tokens", remedy="Raise {capacity_tokens}.")
-    unheld = replace(found[0], today=None, any_mesh=None, refusal=refusal)
+    unheld = replace(found[0], found=None, refusal=refusal)
     (said,) = remarks([unheld, found[1]], device_bytes=max(most), names={"capacity_tokens": "--capacity"})
     assert said.startswith("static: no mesh holds these sequences (error[plan] sequence 3")
     assert "Raise --capacity." in said
@@ -227,33 +204,30 @@ def test_remarks_name_full_devices_and_planners_without_a_mesh(found, compared) 
 
 
 def test_recomputation_is_listed_with_its_batches(found, compared) -> None:
-    ours = found[1].today
+    ours = found[1].found
     setting = replace(ours.setting, capacities={"none": 8192, "layer": 8192})
     mixed = replace(ours, setting=setting, steps=(replace(ours.steps[0], recompute="layer"), ours.steps[1]))
     assert (mfu_text(0.75), mfu_text(0.76)) == ("75.0 %", "76.0 % (above what is known to be reached)")
     (row,) = result_rows([mixed])
     assert row[COLUMNS.index("recomputes")] == "layer (1 batch) and none (1 batch)"
-    written = simulation_json(replace(compared, planners=(replace(found[1], any_mesh=mixed),)), {})
+    written = simulation_json(replace(compared, planners=(replace(found[1], found=mixed),)), {})
     assert written["planners"]["lengthwise"]["recompute"] == ["layer", "none"]
 
 
 def _compared(found: list[Best], theirs: tuple[float, ...], ours: tuple[float, ...]) -> list[Best]:
     """Let static take these seconds on the batches, and lengthwise those."""
-    return [
-        replace(each, today=_found(each.today, took), any_mesh=_found(each.today, took))
-        for each, took in zip(found, (theirs, ours), strict=True)
-    ]
+    return [replace(each, found=_found(each.found, took)) for each, took in zip(found, (theirs, ours), strict=True)]
 
 
 def test_closing_sentences_say_what_is_saved_and_how_sure_that_is(found) -> None:
     said = closing_sentences(_compared(found, (4.0, 4.0), (2.5, 2.5)), "12 GPUs of h100")
     assert said == (
         "On 12 GPUs of h100 a step takes 2.50 s with lengthwise (one GPU a rank, rings of up to 12, 8,192 tokens a "
-        "rank; which this version trains), 40.0 % of the ideal, and 4.00 s with static, the best other plan (one GPU "
+        "rank), 40.0 % of the ideal, and 4.00 s with static, the best other plan (one GPU "
         "a rank, rings of up to 12, 8,192 tokens a rank). The same training needs 37.5 % fewer GPU hours (1.60x; "
         "1.52x to 1.68x with an error of 5.0 % of the model and the spread of 2 batches). Simulated, not measured."
     )
-    one = [replace(each, today=None) for each in _compared(found, (4.0, 4.0), (2.5, 2.5))[:1]]
+    one = _compared(found, (4.0, 4.0), (2.5, 2.5))[:1]
     assert "a step takes 4.00 s with static" in closing_sentences(one, "1 GPU")
     options = {"one_mesh": True, "unit": "bytes", "not_compared": ["packed-dp", "bytescale"]}
     mesh = closing_sentences(_compared(found, (4.0, 4.0), (2.5, 2.5)), "12 GPUs", **options)
@@ -288,5 +262,5 @@ def _found(found: Found, took: tuple[float, ...], **changes) -> Found:
 
 def _named(best: Best, planner: str) -> Best:
     """Return it with another name of the planner."""
-    found = best.any_mesh and replace(best.any_mesh, planner=planner)
-    return replace(best, planner=planner, today=best.today and found, any_mesh=found)
+    found = best.found and replace(best.found, planner=planner)
+    return replace(best, planner=planner, found=found)

@@ -17,7 +17,7 @@ LONG = PlanError("sequences", expected="", got="longest sequence 1,048,576, a GP
 @pytest.fixture(scope="module")
 def found() -> Found:
     """One step that was simulated, whose settings and seconds the tests replace."""
-    simulated = best_mesh("lengthwise", [[1000]], replace(SCENARIO, only=RankMesh())).any_mesh
+    simulated = best_mesh("lengthwise", [[1000]], replace(SCENARIO, only=RankMesh())).found
     assert simulated is not None
     return simulated
 
@@ -27,7 +27,7 @@ def _run(found: Found, name: str, seconds: float, kind: str, tokens: int, offloa
     (step,) = found.steps
     step = replace(step, step_seconds=seconds, recompute=kind, memory_bytes=71e9, most_offload=offload)
     setting = replace(found.setting, mesh=RankMesh(**mesh), capacities={kind: tokens})
-    return Best(planner=name, any_mesh=replace(found, planner=name, setting=setting, steps=(step, step)))
+    return Best(planner=name, found=replace(found, planner=name, setting=setting, steps=(step, step)))
 
 
 def _compared(found: Found, other: float | None, ours: float | None) -> Comparison:
@@ -74,7 +74,7 @@ def test_table_fits_80_columns_and_says_why_a_way_does_not_fit(found) -> None:
     assert rows[2].endswith("rings of 1024, recompute all")
     assert rows[3].endswith("zero3, recompute MLP")
     assert max(map(len, (heads, *rows))) <= 80
-    packed = _run(found, PACKED, 1.0, "none", 33_436, lock_step=LockStep()).any_mesh
+    packed = _run(found, PACKED, 1.0, "none", 33_436, lock_step=LockStep()).found
     assert settings_text(packed) == "packs of 33.4K"
 
 
@@ -102,7 +102,7 @@ def test_offload_without_which_nothing_fits_is_in_the_sentence_and_the_row(found
     offloading = _run(found, OURS, 30.0, "all_but_attention", 8192, 0.5, layout="zero3")
     compared = replace(_compared(found, 40.0, 30.0), layouts=(offloading,) * 2, auto=None)
     assert "30.0 s with Lengthwise and `offload`; " in answer_sentence(compared)
-    assert settings_text(offloading.any_mesh) == "zero3, recompute MLP, offload"
+    assert settings_text(offloading.found) == "zero3, recompute MLP, offload"
     assert "`shard: auto` finds room for none without offload" in answer_notes(compared)[1]
 
 

@@ -39,7 +39,7 @@ def run(
 ) -> Found:
     """Run one batch with FSDP2, or without `how` with Lengthwise."""
     mesh = RankMesh(layout=layout, held=((kind, held),), heads="auto", lock_step=how)
-    found = best_mesh("FSDP2" if how else "lengthwise", [tokens], replace(scenario, only=mesh)).any_mesh
+    found = best_mesh("FSDP2" if how else "lengthwise", [tokens], replace(scenario, only=mesh)).found
     assert found is not None
     return found
 
@@ -48,7 +48,7 @@ def run(
 def rows() -> dict[str, Found]:
     compared = compare(BATCHES, FEW)
     assert compared.best_other in compared.rows[:-1]
-    return {row.planner: row.any_mesh for row in compared.rows if row.any_mesh}
+    return {row.planner: row.found for row in compared.rows if row.found}
 
 
 def test_comparison_has_each_way_at_settings_that_fit(rows) -> None:
@@ -64,7 +64,7 @@ def test_comparison_has_each_way_at_settings_that_fit(rows) -> None:
 def test_a_rival_takes_the_best_of_all_its_settings(name: str) -> None:
     """Each of them simulated: those that the search skips by the prediction of their plan are no better."""
     compared, (batch, _) = compare(BATCHES[:1], FEW), BATCHES
-    (taken,) = (row.any_mesh for row in compared.rivals if row.planner == name)
+    (taken,) = (row.found for row in compared.rivals if row.planner == name)
     tries = list(lock_steps(name, [batch], 4, FEW.held("zero3")))
     seconds = [run(batch, FEW, "zero3", held, kind, how).mean_seconds for kind, held, how in tries]
     assert len(set(seconds)) > 2
@@ -85,14 +85,14 @@ def test_prompts_are_computed_once_where_that_pays_and_by_ours_alone(prompt_toke
     batch = [prompt_tokens + 1000] * 16
     apart = compare([batch], scenario)
     found = compare([batch], replace(scenario, branches=Branches(completions=8, prompt_tokens=prompt_tokens)))
-    assert [row.any_mesh.steps for row in found.rivals] == [row.any_mesh.steps for row in apart.rivals]
-    assert found.apart.any_mesh.mesh == found.ours.any_mesh.mesh == apart.ours.any_mesh.mesh
-    assert found.apart.any_mesh.step_seconds == apart.ours.any_mesh.step_seconds
-    assert {length for length, _ in degrees_of(found.ours.any_mesh)} == {batch[0]}
+    assert [row.found.steps for row in found.rivals] == [row.found.steps for row in apart.rivals]
+    assert found.apart.found.mesh == found.ours.found.mesh == apart.ours.found.mesh
+    assert found.apart.found.step_seconds == apart.ours.found.step_seconds
+    assert {length for length, _ in degrees_of(found.ours.found)} == {batch[0]}
     figures, (note,) = branches_json(found), branches_notes(found)
     (saved,) = figures["saved_seconds_ratio"]
     assert told.format(saved=100 * (saved or 0)) in note
-    times = apart.ours.any_mesh.mean_seconds / found.ours.any_mesh.mean_seconds
+    times = apart.ours.found.mean_seconds / found.ours.found.mean_seconds
     assert figures["steps_sharing"] == (prompt_tokens == 2000) == (times > 1)
     if figures["steps_sharing"]:
         assert figures["saved_tokens_ratio"] == pytest.approx(14 * 1999 / sum(batch))
@@ -115,8 +115,8 @@ def test_notes_say_in_how_many_steps_prompts_are_shared_and_why_they_are_not(mon
     found = compare([[3000] * 16, [3000]], scenario)
     assert "Prompts computed once in 1 of 2 steps: " in branches_notes(found)[0]
     assert branches_json(found)["saved_seconds_ratio"][1] is None
-    steps = [replace(each, saved_ratio=-0.02, features=frozenset()) for each in found.ours.any_mesh.steps]
-    slower = replace(found.shared, any_mesh=replace(found.ours.any_mesh, steps=tuple(steps)))
+    steps = [replace(each, saved_ratio=-0.02, shares_prompts=False) for each in found.ours.found.steps]
+    slower = replace(found.shared, found=replace(found.ours.found, steps=tuple(steps)))
     assert "not computed once: that would add 2.0 % to the" in branches_notes(replace(found, shared=slower))[0]
 
     def too_large(*_: object, **__: object) -> Found:
@@ -138,9 +138,9 @@ def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:
 def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest() -> None:
     """Two nodes have three layouts. On one node a hybrid would be zero3."""
     found = compare([[30_000, *[2000] * 16]], Scenario(shape=SHAPE, hardware=H100, devices=16, kinds=("layer",)))
-    assert [row.any_mesh.mesh.layout for row in found.layouts] == list(LAYOUTS)
-    assert found.ours.any_mesh.mean_seconds == min(row.any_mesh.mean_seconds for row in found.layouts)
-    assert found.ours.any_mesh.mesh.layout == found.auto == "zero3"  # zero1 fits, too, and takes longer
+    assert [row.found.mesh.layout for row in found.layouts] == list(LAYOUTS)
+    assert found.ours.found.mean_seconds == min(row.found.mean_seconds for row in found.layouts)
+    assert found.ours.found.mesh.layout == found.auto == "zero3"  # zero1 fits, too, and takes longer
     assert any("zero1 " in note and "`shard: auto` takes zero3" in note for note in answer_notes(found))
 
 
@@ -149,7 +149,7 @@ def test_a_layout_takes_in_its_row_what_a_run_estimates_for_it() -> None:
     scenario = Scenario(shape=SHAPE, hardware=H100, devices=16, kinds=("layer",))
     estimated = layout_seconds(BATCHES[0], scenario.cost_of(RankMesh()), H100.device_bytes, kinds=scenario.kinds)
     for row in compare_layouts(BATCHES[:1], scenario):
-        assert row.any_mesh.step_seconds[0] == estimated(row.any_mesh.setting.memory)
+        assert row.found.step_seconds[0] == estimated(row.found.setting.memory)
 
 
 def test_a_hybrid_recomputes_more_before_it_offloads() -> None:
@@ -158,7 +158,7 @@ def test_a_hybrid_recomputes_more_before_it_offloads() -> None:
     least, most = (scenario.held(layout)["none"] for layout in ("hybrid", "zero3"))
     assert least < most
     rows = compare_layouts([[8 * (least + most)]], scenario)
-    (zero3,), (hybrid,) = (row.any_mesh.steps for row in rows[1:])
+    (zero3,), (hybrid,) = (row.found.steps for row in rows[1:])
     assert (zero3.recompute, zero3.most_offload) == ("none", 0)
     assert hybrid.recompute != "none"
     assert not hybrid.most_offload
@@ -177,7 +177,7 @@ def test_our_row_is_what_a_run_takes_without_offload() -> None:
     """Of 128K tokens a rank of eight has 16K, for which zero1 has room with offload alone, which runs must ask for."""
     found = compare([[131_072, *[4000] * 50]], NODE)
     zero1, zero3 = found.layouts
-    assert zero1.any_mesh.most("most_offload") > 0
+    assert zero1.found.most("most_offload") > 0
     assert found.auto == "zero3"
     assert found.ours == zero3
 
@@ -220,6 +220,6 @@ def test_a_layout_that_needs_offload_is_not_one_that_a_run_takes_by_itself() -> 
     scenario = replace(NODE, kinds=("none",))
     batches = [[int(8 * 1.2 * scenario.held("zero3")["none"])]]
     layouts = compare_layouts(batches, scenario)
-    assert all(row.any_mesh.most("most_offload") > 0 for row in layouts if row.any_mesh)
-    assert any(row.any_mesh for row in layouts)
+    assert all(row.found.most("most_offload") > 0 for row in layouts if row.found)
+    assert any(row.found for row in layouts)
     assert auto_layout(batches, scenario, layouts) is None

@@ -1,4 +1,4 @@
-"""What a planner is found to take: figures of steps, loaders, traces, and gains with their error, by hand."""
+"""What a planner is found to take: figures of steps, traces, and gains with their error, by hand."""
 
 import itertools
 import json
@@ -9,8 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.errors import ConfigError
-from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster, LayerCut
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, step_flops, step_memory
 from lengthwise.planner import PlanOptions, plan_step
@@ -21,10 +19,8 @@ from lengthwise.simulator import (
     chosen_ranks,
     chrome_trace,
     gain_over,
-    loading_seconds,
     run_batches,
     simulate_plan,
-    waits_seconds,
 )
 from lengthwise.simulator.found import ideal_seconds, needed_bytes
 
@@ -120,56 +116,17 @@ def test_trace_shows_chosen_ranks_from_start_to_end() -> None:
 
 
 def test_ideal_seconds_are_arithmetic_alone_spread_evenly() -> None:
-    """Of 1,000 and 10 tokens on 16 ranks of 4 devices, and of steps that take twice and eight times as long."""
+    """Of 1,000 and 10 tokens on 16 ranks of 4 stages, and of steps that take twice and eight times as long."""
     peak = HARDWARE.peak_flops_per_second
     linear = 6 * SHAPE.linear_params * 1010 / (peak * HARDWARE.linear_efficiency)
     attention = 7 * 32 * 32 * 128 * (1000**2 + 10**2) / (peak * HARDWARE.attention_efficiency)
-    ideal = ideal_seconds([1000, 10], replace(SETTING, memory=step_memory(SHAPE, HARDWARE, 16, tensor=4)))
+    ideal = ideal_seconds([1000, 10], replace(SETTING, memory=step_memory(SHAPE, HARDWARE, 16, cut=LayerCut(stages=4))))
     assert ideal == pytest.approx((linear + attention) / (16 * 4))
     result = run_batches("lengthwise", [[1000, 10]], SETTING)
     (step,) = result.steps
     assert step.ideal_seconds == pytest.approx(4 * ideal)
     slow = tuple(replace(step, ideal_seconds=ideal, step_seconds=times * ideal) for times in (2, 8))
     assert replace(result, steps=slow).ideal_ratio == pytest.approx(2 / 10)
-
-
-PLAN = Plan(
-    ranks=5,
-    layers=32,
-    capacity=10**6,
-    tokens=(1000, 300, 20),
-    microbatches=(
-        Microbatch(pieces=(Piece(ranks=(0, 1, 2), sequences=(0,)),)),
-        Microbatch(pieces=(Piece(ranks=(4,), sequences=(1, 2)),)),
-    ),
-)
-
-
-def test_local_loaders_read_for_every_process_and_remote_ones_once() -> None:
-    cost, options = Cost(linear_seconds=1.0, ranks_per_node=2), {"tokens_per_second": 10.0}
-    assert loading_seconds(PLAN, "none", cost, **options) == 0.0
-    assert loading_seconds(PLAN, "local", cost, **options) == pytest.approx(2 * 1320 / 10)  # two whole batches a node
-    assert loading_seconds(PLAN, "local", cost, **options, devices=4) == pytest.approx(4 * 2 * 1320 / 10)
-    # On a fixed mesh: ranks 0 and 1 read the first sequence each, rank 2 too, rank 3 nothing, rank 4 the others.
-    assert loading_seconds(PLAN, "local", cost, **options, fixed_mesh=True) == pytest.approx(2 * 1000 / 10)
-    assert loading_seconds(PLAN, "remote", cost, **options, devices=4) == pytest.approx(1320 / 3 / 10)  # three nodes
-    staged = replace(cost, stages=4)
-    # The same devices as stages are on so many times as many nodes, and each node reads for one stage.
-    assert loading_seconds(PLAN, "remote", staged, **options, devices=4) == pytest.approx(1320 / 12 / 10)
-    assert loading_seconds(PLAN, "local", staged, **options, devices=4) == pytest.approx(2 * 1320 / 10)
-
-
-def test_loaders_are_refused_by_name_and_without_speed() -> None:
-    with pytest.raises(ConfigError, match="Did you mean `remote`"):
-        loading_seconds(PLAN, "remot", Cost(linear_seconds=1.0), tokens_per_second=1.0)
-    for speed in (0.0, -1.0, float("nan")):
-        with pytest.raises(ConfigError, match="tokens_per_second"):
-            loading_seconds(PLAN, "local", Cost(linear_seconds=1.0), tokens_per_second=speed)
-
-
-def test_waits_are_what_the_step_before_does_not_hide() -> None:
-    assert waits_seconds([3.0, 3.0, 3.0], [1.0, 5.0, 2.5]) == [0.5, 2.0, 0.0]
-    assert waits_seconds([4.0], [1.0]) == [3.0]
 
 
 SECONDS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)

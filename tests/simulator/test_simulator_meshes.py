@@ -1,4 +1,4 @@
-"""The search of meshes: no worse than any mesh of its space, alike for all planners, and honest about what trains."""
+"""The search of meshes: no worse than any mesh of its space, alike for all planners."""
 
 from dataclasses import replace
 from itertools import product
@@ -15,17 +15,13 @@ from lengthwise.simulator import (
     Scenario,
     best_mesh,
     refuse_unheld,
-    stages_to_try,
-    tensors_to_try,
 )
 from lengthwise.simulator.found import TooLarge, run_batches
 from tiers import more, some
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 BATCHES = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(2)]
-SCENARIO = Scenario(
-    shape=SHAPE, hardware=HARDWARE, devices=16, context_tokens=2**16, tensors=(1, 2, 4, 8), kinds=("none", "layer")
-)
+SCENARIO = Scenario(shape=SHAPE, hardware=HARDWARE, devices=16, context_tokens=2**16, kinds=("none", "layer"))
 NO_OFFLOAD = RankMesh(heads="auto")
 
 
@@ -34,48 +30,34 @@ NO_OFFLOAD = RankMesh(heads="auto")
     "planner", some(["packed-dp", "static", "single-degree", "bytescale", "power-of-two", "lengthwise"], 1, 5)
 )
 def test_search_ends_no_later_than_every_mesh(planner: str, devices: int) -> None:
-    """Every number of devices a rank, all and a quarter of the capacity, with and without offload."""
-    scenario = replace(SCENARIO, devices=devices, tensors=tensors_to_try(SHAPE, HARDWARE, devices))
+    """All and a quarter of the capacity, with and without offload."""
+    scenario = replace(SCENARIO, devices=devices)
     batches = BATCHES[:1]
     found = best_mesh(planner, batches, scenario)
-    for tensor, share, offload in product(scenario.tensors, (1, 1 / 4), ("off", "auto")):
-        mesh = RankMesh(tensor=tensor, capacity_share=share, heads="auto", offload=offload)
-        other = best_mesh(planner, batches, replace(scenario, only=mesh)).any_mesh
+    for share, offload in product((1, 1 / 4), ("off", "auto")):
+        mesh = RankMesh(capacity_share=share, heads="auto", offload=offload)
+        other = best_mesh(planner, batches, replace(scenario, only=mesh)).found
         if other is None:
             continue  # sequences that it does not hold
-        assert found.any_mesh.mean_seconds <= 1.01 * other.mean_seconds, mesh
-        if other.trains:
-            assert found.today.mean_seconds <= 1.01 * other.mean_seconds, mesh
+        assert found.found.mean_seconds <= 1.01 * other.mean_seconds, mesh
     assert found.tried <= 28
 
 
 def test_offload_is_tried_where_only_it_holds_the_sequences() -> None:
     batches = [[60_000, 2000, 3000]]
-    scenario = replace(SCENARIO, devices=8, tensors=(1,), kinds=("none",), context_tokens=60_000)
-    assert best_mesh("lengthwise", batches, replace(scenario, base=NO_OFFLOAD)).any_mesh is None
-    found = best_mesh("lengthwise", batches, scenario).today
+    scenario = replace(SCENARIO, devices=8, kinds=("none",), context_tokens=60_000)
+    assert best_mesh("lengthwise", batches, replace(scenario, base=NO_OFFLOAD)).found is None
+    found = best_mesh("lengthwise", batches, scenario).found
     assert found.steps[0].most_offload > 0
 
 
 def test_a_mesh_that_is_sized_for_more_than_a_batch_holds_may_offload_for_it() -> None:
-    scenario = replace(SCENARIO, devices=8, tensors=(1,), kinds=("none",), context_tokens=2**16)
+    scenario = replace(SCENARIO, devices=8, kinds=("none",), context_tokens=2**16)
     shorter, longer = (best_mesh("static", [[top, 2000, 3000, 1000, 9000]], scenario) for top in (30_000, 60_000))
-    assert shorter.today.steps[0].most_offload == 0, "its batch needs none"
-    assert longer.today.steps[0].most_offload > 0
+    assert shorter.found.steps[0].most_offload == 0, "its batch needs none"
+    assert longer.found.steps[0].most_offload > 0
     without = best_mesh("static", [[30_000, 2000, 3000, 1000, 9000]], replace(scenario, base=NO_OFFLOAD))
-    assert without.any_mesh is None, "the mesh holds the context only with it"
-
-
-def test_a_mesh_that_holds_the_batch_of_most_work_but_not_another_is_not_taken() -> None:
-    """One device a rank is quickest for the many of 3,000 tokens, and without a cut does not hold the 9,000."""
-    batches = [[3000] * 320, [9000, 1000]]
-    scenario = replace(SCENARIO, devices=8, kinds=("none",), base=NO_OFFLOAD, context_tokens=9000)
-    first = best_mesh("packed-dp", batches[:1], scenario).any_mesh
-    both = best_mesh("packed-dp", batches, scenario).any_mesh
-    assert first.mesh.tensor < both.mesh.tensor
-    one_device = best_mesh("packed-dp", batches, replace(scenario, tensors=(1,)))
-    assert one_device.any_mesh is None
-    assert "9000" in str(one_device.refusal)
+    assert without.found is None, "the mesh holds the context only with it"
 
 
 def test_a_mesh_on_which_a_lighter_batch_does_not_fit_gives_way_to_the_next(monkeypatch) -> None:
@@ -85,45 +67,23 @@ def test_a_mesh_on_which_a_lighter_batch_does_not_fit_gives_way_to_the_next(monk
         return run_batches(planner, batches, setting, **more)
 
     monkeypatch.setattr("lengthwise.simulator.mesh_search.run_batches", run_few)
-    scenario, batches = replace(SCENARIO, tensors=(1,), kinds=("layer",)), [[3000] * 32, [2000] * 32]
+    scenario, batches = replace(SCENARIO, kinds=("layer",)), [[3000] * 32, [2000] * 32]
     least = 1
-    assert best_mesh("lengthwise", batches, scenario).any_mesh.mesh.capacity_share < 1
+    assert best_mesh("lengthwise", batches, scenario).found.mesh.capacity_share < 1
     least = 0
     nowhere = best_mesh("lengthwise", batches, scenario)
-    assert nowhere.any_mesh is None
+    assert nowhere.found is None
     assert "memory of a device" in str(nowhere.refusal)
-
-
-def test_what_trains_is_the_best_of_ranks_of_one_device() -> None:
-    found = best_mesh("single-degree", BATCHES, SCENARIO)
-    narrow = best_mesh("single-degree", BATCHES, replace(SCENARIO, tensors=(1,)))
-    assert found.today.trains
-    assert found.today.mesh == narrow.any_mesh.mesh
-    assert found.today.mean_seconds == narrow.any_mesh.mean_seconds
-    assert narrow.only_planned is None
-    assert found.any_mesh.mean_seconds <= found.today.mean_seconds
-    assert (found.only_planned is None) == (found.any_mesh.mesh == found.today.mesh)
-    assert found.any_mesh.trains == (found.any_mesh.mesh.devices == 1)
 
 
 def test_a_smaller_capacity_is_found_where_it_ends_sooner() -> None:
     """ByteScale cuts a sequence over the fewest ranks that hold it: with all capacity the longest takes two."""
-    scenario = replace(SCENARIO, tensors=(1,), kinds=("layer",), base=NO_OFFLOAD)
+    scenario = replace(SCENARIO, kinds=("layer",), base=NO_OFFLOAD)
     batches = [[60_000] + [500] * 300]
-    found = best_mesh("bytescale", batches, scenario).any_mesh
-    whole = best_mesh("bytescale", batches, replace(scenario, only=NO_OFFLOAD)).any_mesh
+    found = best_mesh("bytescale", batches, scenario).found
+    whole = best_mesh("bytescale", batches, replace(scenario, only=NO_OFFLOAD)).found
     assert found.mesh.capacity_share < 1
     assert found.mean_seconds < 0.8 * whole.mean_seconds
-
-
-def test_pipelines_are_planned_as_such_and_train_without_tensor_parallelism() -> None:
-    for tensor in (1, 2):
-        scenario = replace(SCENARIO, tensors=(tensor,), stages=(2,))
-        found = best_mesh("bytescale", BATCHES[:1], scenario)
-        assert (found.today is None) == (scenario.trained_today() is None) == (tensor == 2)
-        assert found.any_mesh is not None
-        assert found.any_mesh.trains == (tensor == 1)
-        assert found.any_mesh.first_plan.schedule["kind"] == "pipeline"
 
 
 def test_capacities_are_shares_of_what_fits_or_as_given() -> None:
@@ -144,22 +104,22 @@ def test_capacities_are_shares_of_what_fits_or_as_given() -> None:
 
 def test_a_plan_that_needs_more_memory_than_a_device_has_is_no_rival() -> None:
     """A layer computed again cannot be offloaded: a whole sequence beside it may need more than a device has."""
-    scenario = replace(SCENARIO, tensors=(1,), kinds=RECOMPUTE_KINDS)
+    scenario = replace(SCENARIO, kinds=RECOMPUTE_KINDS)
     batches = [[2**17, 2**17, *[3000] * 30]]
     whole = SCENARIO.base
-    assert best_mesh("packed-dp", batches, replace(scenario, only=whole)).any_mesh is None
+    assert best_mesh("packed-dp", batches, replace(scenario, only=whole)).found is None
     taken = best_mesh("packed-dp", batches, replace(scenario, only=whole, capacity_tokens=40_000, takes_capacity=True))
-    assert taken.any_mesh.steps[0].memory_bytes > HARDWARE.device_bytes
-    found = best_mesh("packed-dp", batches, scenario).any_mesh
+    assert taken.found.steps[0].memory_bytes > HARDWARE.device_bytes
+    found = best_mesh("packed-dp", batches, scenario).found
     assert found.mesh.capacity_share < 1
     assert found.steps[0].memory_bytes <= HARDWARE.device_bytes
     longer = best_mesh("packed-dp", [[2**18, 3000]], scenario)
-    assert longer.any_mesh is None
+    assert longer.found is None
     assert "memory of a device" in str(longer.refusal)
 
 
 def test_where_offload_needs_too_much_memory_the_plan_does_without() -> None:
-    scenario = replace(SCENARIO, tensors=(1,), kinds=RECOMPUTE_KINDS)
+    scenario = replace(SCENARIO, kinds=RECOMPUTE_KINDS)
     mesh = SCENARIO.base
     setting = scenario.setting(mesh)
 
@@ -178,23 +138,14 @@ def test_where_offload_needs_too_much_memory_the_plan_does_without() -> None:
 
 
 def test_nobody_holds_the_sequences_is_an_error_and_somebody_is_not() -> None:
-    scenario = replace(SCENARIO, devices=8, tensors=(1,), kinds=("none",), base=NO_OFFLOAD, capacity_tokens=2048)
+    scenario = replace(SCENARIO, devices=8, kinds=("none",), base=NO_OFFLOAD, capacity_tokens=2048)
     scenario = replace(scenario, takes_capacity=True)
     with pytest.raises(LengthwiseError, match="20000"):
         refuse_unheld([best_mesh(planner, [[20_000, 7]], scenario) for planner in ("static", "lengthwise")])
     alone = best_mesh("static", [[20_000, 7]], scenario)
-    assert alone.any_mesh is None
+    assert alone.found is None
     assert alone.tried == 1
     assert "20000" in str(alone.refusal)
-
-
-def test_meshes_to_try_divide_devices_heads_and_layers() -> None:
-    assert tensors_to_try(SHAPE, HARDWARE, 64) == (1, 2, 4, 8)
-    assert tensors_to_try(SHAPE, HARDWARE, 12) == (1, 2, 4)
-    assert tensors_to_try(replace(SHAPE, heads=12), HARDWARE, 64) == (1, 2, 4)
-    assert tensors_to_try(SHAPE, HARDWARE, 7) == stages_to_try(SHAPE, 7) == (1,)
-    assert stages_to_try(SHAPE, 64) == (1, 2, 4, 8)
-    assert stages_to_try(replace(SHAPE, layers=6), 64) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +154,7 @@ def test_meshes_to_try_divide_devices_heads_and_layers() -> None:
 )
 def test_where_nothing_can_be_gained_nothing_is_claimed(lengths: list[int], devices: int) -> None:
     """All short, one length, eight devices: packs of whole sequences are as good, and that is said."""
-    scenario = replace(SCENARIO, devices=devices, context_tokens=max(lengths), tensors=(1, 2), kinds=("none",))
+    scenario = replace(SCENARIO, devices=devices, context_tokens=max(lengths), kinds=("none",))
     planners = ("static", "single-degree", "lengthwise")
     found = [best_mesh(planner, [lengths, lengths[::-1]], scenario) for planner in planners]
     said = closing_sentences(found, f"{devices} devices of h100")

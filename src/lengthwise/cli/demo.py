@@ -238,7 +238,7 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
     yield answer_sentence(found)
     yield answer_table(found)
     yield from answer_notes(found)
-    shown = {row.planner: row.any_mesh for row in (found.best_other, found.ours) if row and row.any_mesh}
+    shown = {row.planner: row.found for row in (found.best_other, found.ours) if row and row.found}
     most = max(each.step_seconds[0] for each in shown.values())
     for name, each in shown.items():
         yield f"{name}: {seconds(each.step_seconds[0])}"

@@ -28,7 +28,7 @@ from lengthwise.cli.sources import (
     refuse_data,
 )
 from lengthwise.core.errors import Collector, ConfigError, ModelRefused, raise_problems
-from lengthwise.core.names import counted, unknown_name
+from lengthwise.core.names import counted
 from lengthwise.core.sizes import parse_tokens, read_whole
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ _USUAL = ("packed-dp", "static", "single-degree", "power-of-two", "bytescale", "
 _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model tokenizer capacity ranks data") | {
     "planner": "--planners",
     "stages": "--pp",
-    "tensor": "--tp",
     "tokens": "--batch-tokens",
     "longest_tokens": "--context",
     "capacity_tokens": "--capacity",
@@ -49,7 +48,7 @@ _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model
     "one_mode": "Give --planners lengthwise, or --mode free",
     "name_files": "Name them: --data FOLDER/*.jsonl",
     "skip_empty": "give --empty skip",
-    "make_room": "Use more devices a rank (--tp, --pp), --recompute auto, or give --capacity",
+    "make_room": "Use more devices (--gpus, --pp), --recompute auto, or give --capacity",
 }
 
 
@@ -102,18 +101,12 @@ class Simulate:
     offload_optimizer: tyro.conf.FlagCreatePairsOff[bool] = False
     """Keep master weights and the optimizer's states in the host's memory, which updates them, in all rows."""
     details: tyro.conf.FlagCreatePairsOff[bool] = False
-    """Also compare planners on one device a rank, each on its best mesh, in long tables."""
-    all: tyro.conf.FlagCreatePairsOff[bool] = False
-    """In the details search meshes of several devices a rank, too: pipeline stages, and tensor parallelism, which this
-    version plans but does not train."""
+    """Also compare planners, each on its best mesh, in a long table."""
     planners: Annotated[str | None, tyro.conf.arg(metavar="NAME,...", help_behavior_hint="")] = None
     """Planners to compare in the details; every planner is compared with the best other one. Default:
     packed-dp,static,single-degree,power-of-two,bytescale,lengthwise. Installed packages may have more planners."""
     batches: Annotated[int, tyro.conf.arg(metavar="N")] = 4
     """Batches to simulate, each with its own seed."""
-    loader: Annotated[str, tyro.conf.arg(metavar="none|local|remote")] = "none"
-    """How data is loaded: none (the data is already loaded), local (every process reads for itself), remote (every
-    sequence is read once)."""
     trace_ranks: Annotated[int, tyro.conf.arg(metavar="N")] = 32
     """The number of ranks that a trace shows."""
     out: Annotated[Path | None, tyro.conf.arg(metavar="DIR", help_behavior_hint="")] = None
@@ -132,7 +125,7 @@ class Simulate:
             closing_sentences,
             remarks,
             simulation_json,
-            simulation_tables,
+            simulation_table,
         )
         from lengthwise.report.tables import wrapped
 
@@ -148,11 +141,11 @@ class Simulate:
             prompt_tokens=prompt_tokens,
         )
         planners = asked.planners if self.is_detailed else []
-        scenario = replace(asked.scenario, context_tokens=context, loader=self.loader)
+        scenario = replace(asked.scenario, context_tokens=context)
         comparison = compare_ways(scenario, batches, kinds=self.machine.kinds, **asked.trained)
         sentence, notes = answer_sentence(comparison, known.unit), [*self._text_alone(), *answer_notes(comparison)]
-        if planners and (self.all or self.machine.tp or self.machine.pp):
-            notes = [*notes, "These rows have one device a rank; --all, --tp and --pp count in the details below."]
+        if planners and (self.machine.pp or 1) > 1:
+            notes = [*notes, "These rows have no stages, which count in the details below."]
         about = self._about(scenario, batches, known, **asked.trained)
         width = console.width if console.is_terminal else None
         lines = (wrapped(each, width) for each in (about, *notes))
@@ -162,12 +155,11 @@ class Simulate:
         if planners:
             found = search_planners(planners, batches, scenario)
             comparison = replace(comparison, planners=found)
-            room, may_train = scenario.hardware.device_bytes, scenario.trained_today() is not None
-            said = remarks(found, device_bytes=room, names=self.names(), may_train=may_train)
+            said = remarks(found, device_bytes=scenario.hardware.device_bytes, names=self.names())
             devices = f"{counted(scenario.devices, 'device')} of {scenario.hardware.name}"
             absent, is_one = [name for name in _USUAL if name not in planners], scenario.only is not None
             verdict = closing_sentences(found, devices, one_mesh=is_one, not_compared=absent, unit=known.unit)
-            for part in ("", *simulation_tables(found), *said, verdict):
+            for part in ("", simulation_table(found), *said, verdict):
                 console.print(part)
         if self.out is not None:
             facts = {"about": about, **self._facts(scenario, batches, known)}
@@ -187,16 +179,14 @@ class Simulate:
     def is_detailed(self) -> bool:
         """Whether planners are compared in detail: that, or an option that only they have, is given."""
         machine, planning = self.machine, self.planning
-        theirs = (self.planners, machine.tp, machine.pp, planning.mode, planning.virtual, planning.offload)
-        given = any(each is not None for each in (*theirs, planning.heads))
-        return self.details or self.all or given or machine.mesh != "best" or self.loader != "none"
+        theirs = (self.planners, machine.pp, planning.mode, planning.virtual, planning.offload, planning.heads)
+        return self.details or machine.mesh != "best" or any(each is not None for each in theirs)
 
     def _traces(self, found: Sequence[Best]) -> dict[str, str]:
-        """Write a trace for each planner: ours as it trains today, others on their best mesh."""
-        from lengthwise.report.simulation import our_planner
+        """Write a trace for each planner."""
         from lengthwise.simulator import chrome_trace
 
-        shown = {each.planner: each.shown if each is our_planner(found) else each.any_mesh for each in found}
+        shown = {best.planner: best.found for best in found if best.found is not None}
         return {
             planner: chrome_trace(
                 each.first_plan,
@@ -205,7 +195,6 @@ class Simulate:
                 most_ranks=self.trace_ranks,
             )
             for planner, each in shown.items()
-            if each is not None
         }
 
     def _text_alone(self) -> list[str]:
@@ -230,17 +219,9 @@ class Simulate:
             | ({"ranks": "--gpus"} if self.machine.gpus is not None else {})
             | ({} if self.context else {"context_tokens": "--context (by itself, the longest sequence)"})
             | ({"clip": "clip them with --context"} if self.lengths in RECIPES else {})
-            | ({"make_room": self._room} if self.machine.searches_devices else {})
         )
 
-    @property
-    def _room(self) -> str:
-        more = ": all meshes of these were tried" if self.all else ", or --all for several devices a rank"
-        return f"Use more --gpus{more}"
-
     def _read(self) -> SimulationInput:
-        from lengthwise.simulator import LOADERS
-
         problems = Collector()
         attempt = problems.attempt
         if self.out is not None:
@@ -260,13 +241,11 @@ class Simulate:
         planners = attempt(self._planner_names)
         for name in ("batches", "trace_ranks"):
             attempt(partial(read_whole, f"--{name.replace('_', '-')}", getattr(self, name), most=_MOST_COUNT))
-        if self.loader not in LOADERS:
-            problems.add(unknown_name("--loader", self.loader, LOADERS))
         lengths = attempt(partial(self._lengths, config)) if config or not self._run_file else None
         text = self.batch_tokens
         wanted = None if text is None else attempt(partial(parse_tokens, text, "--batch-tokens"))
         context = None if self.context is None else attempt(partial(parse_tokens, self.context, "--context"))
-        scenario = self.machine.read(self.planning, problems, one_device=not self.all, config=config)
+        scenario = self.machine.read(self.planning, problems, config=config)
         options, cost = self.machine.options(self.planning), _cost_of_one_mesh(scenario) if scenario else None
         layers = scenario.shape.layers if scenario else 1
         for planner in planners or ["lengthwise"]:
@@ -340,13 +319,12 @@ class Simulate:
         return (
             f"{scenario.shape.name} on {counted(scenario.devices, 'device')} of {scenario.hardware.name}{mesh}; "
             f"{counted(len(batches), 'batch')} of {size} tokens of {known.name}, "
-            f"longest {max(map(max, batches)):,}{f'; loader: {self.loader}' * (self.loader != 'none')}"
-            f"{'; ' * bool(shared)}{shared}"
+            f"longest {max(map(max, batches)):,}{'; ' * bool(shared)}{shared}"
             f"{'; ' * bool(known.note)}{known.note}"
         )
 
     def _facts(self, scenario: Scenario, batches: list[list[int]], known: KnownLengths) -> dict[str, Any]:
-        given = ("mode", "tensors", "stages", "devices", "capacity_tokens", "context_tokens", "loader")
+        given = ("mode", "devices", "capacity_tokens", "context_tokens")
         return {
             "model": scenario.shape.name,
             "hardware": scenario.hardware.name,
@@ -368,4 +346,4 @@ class Simulate:
 
 
 def _cost_of_one_mesh(scenario: Scenario) -> Cost:
-    return scenario.cost_of(scenario.mesh(scenario.tensors[0], scenario.stages[0]))
+    return scenario.cost_of(scenario.base)

@@ -51,7 +51,7 @@ class MeshChoices:
     model: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="(required)")] = None
     """The model: a named shape, for example llama-7b, or a Hugging Face folder or its config.json."""
     ranks: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
-    """Model replicas, of --tp x --pp devices each (default: 1 x 1, not searched)."""
+    """Model replicas, of --pp devices each."""
     gpus: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """The number of devices, in place of --ranks."""
     hardware: Annotated[str | None, tyro.conf.arg(metavar="NAME|FILE.json", help_behavior_hint="(default: h100)")] = (
@@ -64,12 +64,10 @@ class MeshChoices:
     measurements: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """A file that `lengthwise profile` wrote, in place of --model and --hardware."""
     mesh: Annotated[str, tyro.conf.arg(metavar="best|same")] = "best"
-    """best: search the best mesh of every planner, in the same way for all (over those of --tp, --pp, --capacity,
-    --heads, --offload and --recompute that you do not give); same: use one mesh, as given, for all."""
-    tp: Annotated[int | None, tyro.conf.arg(metavar="T", help_behavior_hint="(default: 1; --all: searched)")] = None
-    """Devices that split every layer of a rank (tensor parallelism)."""
-    pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: 1; --all: searched)")] = None
-    """Pipeline stages of a rank."""
+    """best: search the best mesh of every planner, in the same way for all (over those of --capacity, --heads,
+    --offload and --recompute that you do not give); same: use one mesh, as given, for all."""
+    pp: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="(default: 1)")] = None
+    """Pipeline stages of a rank, a device each."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
     """Tokens that one rank holds in a microbatch; default: what fits beside weights and optimizer, by estimate, and
     parts of it."""
@@ -84,32 +82,23 @@ class MeshChoices:
         """The kinds of recomputation that may be taken: the given one, or all."""
         return RECOMPUTE_KINDS if self.recompute is None or self.recompute == "auto" else (self.recompute,)
 
-    @property
-    def searches_devices(self) -> bool:
-        """Whether all numbers of devices a rank may be searched."""
-        given = (self.ranks, self.measurements, self.tp, self.pp)
-        return self.mesh == "best" and all(each is None for each in given)
-
-    def read(
-        self, planning: PlanChoices, problems: Collector, *, one_device: bool = False, config: RunConfig | None = None
-    ) -> Scenario | None:
+    def read(self, planning: PlanChoices, problems: Collector, *, config: RunConfig | None = None) -> Scenario | None:
         """Read the scenario; None if something is wrong with it, which `problems` then has.
 
-        one_device: ranks default to one device, without a search. config: has the model, unless an option names one.
+        config: has the model, unless an option names one.
         """
         attempt, before = problems.attempt, len(problems.problems)
-        for option, value in (("--tp", self.tp), ("--pp", self.pp)):
-            if value is not None:
-                attempt(partial(read_whole, option, value))
+        if self.pp is not None:
+            attempt(partial(read_whole, "--pp", self.pp))
         if self.mesh not in MESHES:
             problems.add(unknown_name("--mesh", self.mesh, MESHES))
         attempt(partial(refuse_kind, self.recompute, self.capacity))
         capacity = None if self.capacity is None else attempt(partial(parse_tokens, self.capacity, "--capacity"))
-        devices = attempt(self._devices) if (self.tp or 1) > 0 and (self.pp or 1) > 0 else None
-        described = self._priced(planning, problems, config) if self.measurements is None else attempt(self._measured)
+        devices = attempt(self._devices) if (self.pp or 1) > 0 else None
+        described = self._priced(problems, config) if self.measurements is None else attempt(self._measured)
         if len(problems.problems) > before or not described or not devices:
             return None
-        scenario = attempt(partial(self._scenario, planning, capacity, devices, described, one_device))
+        scenario = attempt(partial(self._scenario, planning, capacity, devices, described))
         if scenario is not None and scenario.only is not None:
             attempt(partial(scenario.setting, scenario.only))
         return scenario
@@ -120,59 +109,39 @@ class MeshChoices:
         capacity: int | None,
         devices: int,
         described: tuple[ModelShape, Hardware, Cost | None],
-        one_device: bool,
     ) -> Scenario:
-        from lengthwise.simulator import RankMesh, Scenario, stages_to_try, tensors_to_try
+        from lengthwise.simulator import RankMesh, Scenario
 
         shape, hardware, cost = described
         is_same = self.mesh == "same"
         is_fixed = is_same or cost is not None or self.ranks is not None
-        is_one = is_fixed or (one_device and not (self.tp or self.pp or planning.mode == "pipeline"))
-        tensors: tuple[int, ...] = (self.tp or 1,) if is_one or self.tp else tensors_to_try(shape, hardware, devices)
-        stages: tuple[int, ...] = (self.pp or 1,) if is_one or self.pp else stages_to_try(shape, devices)
-        if planning.mode in ("free", "waves") and not self.pp:
-            stages = (1,)
-        if planning.mode == "pipeline" and not self.pp and not is_fixed:
-            stages = stages[1:]
-            if not stages:
-                expected = f"devices and layers that 2 divides, not {devices} and {shape.layers}"
-                remedy = "Give other --gpus, --pp, or --mode free."
-                raise ConfigError("--mode", expected=expected, got="pipeline", remedy=remedy)
         kinds = ("none",) if self.recompute is None and (is_same or capacity) else self.kinds
-        usual, cut = "off" if is_same else "auto", LayerCut(virtual=planning.virtual or 1)
+        usual, cut = "off" if is_same else "auto", LayerCut(stages=self.pp or 1, virtual=planning.virtual or 1)
         base = RankMesh(cut=cut, heads=planning.heads or usual, offload=planning.offload or usual)
         scenario = Scenario(
-            shape=shape, hardware=hardware, devices=devices, tensors=tensors, stages=stages, kinds=kinds,
+            shape=shape, hardware=hardware, devices=devices, kinds=kinds,
             capacity_tokens=capacity, takes_capacity=is_fixed, base=base, mode=planning.mode, cost=cost,
         )  # fmt: skip
-        return replace(scenario, only=scenario.mesh(tensors[0], stages[0])) if is_same else scenario
+        return replace(scenario, only=base) if is_same else scenario
 
     def options(self, planning: PlanChoices) -> PlanOptions:
         """Return the options of all planners, to check them before any plan."""
-        stages = self._stages(planning.mode)
-        is_pipeline = planning.mode == "pipeline" or (planning.mode is None and (stages or 1) > 1)
-        return planning.options(**({"mode": "pipeline", "stages": stages} if is_pipeline else {}))
+        is_pipeline = planning.mode == "pipeline" or (planning.mode is None and (self.pp or 1) > 1)
+        return planning.options(**({"mode": "pipeline", "stages": self.pp} if is_pipeline else {}))
 
     def _devices(self) -> int:
         refuse_but_one("simulate", {"--ranks": self.ranks is not None, "--gpus": self.gpus is not None})
-        of_rank = (self.tp or 1) * (self.pp or 1)
+        of_rank = self.pp or 1
         if self.ranks is not None:
             return read_whole("--ranks", self.ranks, most=MOST_RANKS) * of_rank
         assert self.gpus is not None, "one of the two was checked to be given"
         read_whole("--gpus", self.gpus, most=MOST_RANKS)
         if self.gpus % of_rank:
-            expected, remedy = f"a multiple of --tp x --pp = {of_rank}", "Give all devices of whole ranks."
+            expected, remedy = f"a multiple of --pp = {of_rank}", "Give all devices of whole ranks."
             raise ConfigError("--gpus", expected=expected, got=str(self.gpus), remedy=remedy)
         return self.gpus
 
-    def _stages(self, mode: str | None) -> int | None:
-        """Return the stages to check options with: those given, or the fewest that a pipeline has."""
-        is_searched = self.mesh == "best" and self.ranks is None and self.measurements is None
-        return self.pp or (2 if mode == "pipeline" and is_searched else None)
-
-    def _priced(
-        self, planning: PlanChoices, problems: Collector, config: RunConfig | None
-    ) -> tuple[ModelShape, Hardware, None] | None:
+    def _priced(self, problems: Collector, config: RunConfig | None) -> tuple[ModelShape, Hardware, None] | None:
         from lengthwise.cli.run_model import shape_of_run
         from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 
@@ -185,10 +154,10 @@ class MeshChoices:
         hardware = problems.attempt(partial(named_hardware, self.hardware or "h100"))
         if hardware is not None and self.kernel is not None:
             hardware = problems.attempt(partial(hardware.with_kernel, self.kernel))
-        tensor, stages = self.tp or 1, self._stages(planning.mode) or 1
-        if shape is None or hardware is None or tensor < 1 or stages < 1:
+        stages = self.pp or 1
+        if shape is None or hardware is None or stages < 1:
             return None
-        cost = problems.attempt(partial(all_terms_cost, shape, hardware, tensor=tensor, stages=stages))
+        cost = problems.attempt(partial(all_terms_cost, shape, hardware, stages=stages))
         return None if cost is None else (shape, hardware, None)
 
     def _measured(self) -> tuple[ModelShape, Hardware, Cost]:
@@ -197,9 +166,8 @@ class MeshChoices:
 
         assert self.measurements is not None, "only called if a file is given"
         problems = Collector()
-        meshes = {"--tp": self.tp, "--pp": self.pp}
         unused = {"--model": self.model, "--hardware": self.hardware, "--kernel": self.kernel}
-        unused |= {option: number for option, number in meshes.items() if number != 1}
+        unused["--pp"] = None if self.pp == 1 else self.pp
         expected = "nothing beside --measurements, which are of one model, one device a rank"
         problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))
         found = problems.attempt(partial(read_measurements, self.measurements))
@@ -317,4 +285,4 @@ def _search_and_report(planner: str) -> Best:
 
 
 def _doing(mesh: RankMesh, tried: int) -> str:
-    return f"plan {tried + 1} (TP {mesh.tensor}, PP {mesh.cut.stages}, {mesh.capacity_share:g} of what fits)"
+    return f"plan {tried + 1} ({mesh.capacity_share:g} of what fits)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,8 +16,7 @@ class Timeline:
     rank, stage, microbatch: the entry's. start, forward: begin and end of its forward pass, in seconds; backward, end:
     of its backward pass. compute: seconds of arithmetic and overhead. copied: seconds lost to copies to and from the
     host.
-    held_tokens: tokens held. step_end_seconds: the reduction over all ranks. loader_seconds: wait for data before the
-    first microbatch.
+    held_tokens: tokens held. step_end_seconds: the reduction over all ranks.
     """
 
     ranks: int
@@ -33,14 +32,6 @@ class Timeline:
     copied: NDArray[np.float64]
     held_tokens: NDArray[np.float64]
     step_end_seconds: float
-    loader_seconds: float = 0.0
-
-    def delayed(self, loader_seconds: float) -> Timeline:
-        """Return the same step with all ranks waiting `loader_seconds` longer for their data."""
-        if loader_seconds == 0:
-            return self
-        clocks = ("start", "forward", "backward", "end", "loader_seconds")
-        return replace(self, **{name: getattr(self, name) + loader_seconds for name in clocks})
 
     def microbatch_spans(self, microbatches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Return two arrays: when microbatch i begins on its first rank and ends on its last, in seconds."""
@@ -52,7 +43,7 @@ class Timeline:
     @property
     def work_end_seconds(self) -> NDArray[np.float64]:
         """When rank r has finished its last microbatch on all its stages: entry r, in seconds."""
-        ends = np.full(self.ranks, self.loader_seconds)
+        ends = np.zeros(self.ranks)
         np.maximum.at(ends, self.rank, self.end)
         return ends
 

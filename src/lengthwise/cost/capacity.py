@@ -48,13 +48,11 @@ def memory_of(
     )
 
 
-def step_memory(
-    shape: ModelShape, hardware: Hardware, ranks: int, *, tensor: int = 1, cut: LayerCut = UNCUT
-) -> StepMemory:
-    """Return the memory of steps on a kind of device: `tensor` devices per rank and stage, the loss in chunks."""
+def step_memory(shape: ModelShape, hardware: Hardware, ranks: int, *, cut: LayerCut = UNCUT) -> StepMemory:
+    """Return the memory of steps on a kind of device: the loss is in chunks."""
     return memory_of(
         shape,
-        ModelLayout(ranks=ranks, tensor=tensor, cut=cut),
+        ModelLayout(ranks=ranks, cut=cut),
         dtype_bytes=hardware.compute_dtype_bytes,
         on_gpus=hardware.name != "cpu",
         fused_norms=hardware.fused_norms,

@@ -29,7 +29,6 @@ def costs(
     hardware: str | Hardware = "h100",
     *,
     file: str | Path | None = None,
-    tensor: int = 1,
     stages: int = 1,
     simple: bool = False,
 ) -> Cost:
@@ -39,12 +38,11 @@ def costs(
         model: a named shape ("llama-7b"), the path of a Hugging Face folder or config.json, or a `ModelShape`.
         hardware: a named one ("h100", "cpu"), the path of a description, or a `Hardware`.
         file: in place of both, a JSON file of coefficients (`lengthwise plan --cost`), in any unit of time.
-        tensor: devices that split each layer of a rank.
         stages: pipeline stages of a rank.
         simple: only five coefficients: one kind of link, no offload, no split heads.
 
     Raises:
-        ConfigError: neither or both of model and file, an unknown name, or a mesh that the model does not allow.
+        ConfigError: neither or both of model and file, an unknown name, or more stages than layers.
         Problems: several of these.
     """
     if (model is None) == (file is None):
@@ -55,7 +53,7 @@ def costs(
     assert model is not None, "exactly one is given"
     shape = named_shape(model) if isinstance(model, str) else model
     device = named_hardware(hardware) if isinstance(hardware, str) else hardware
-    return analytic_cost(shape, device) if simple else all_terms_cost(shape, device, tensor=tensor, stages=stages)
+    return analytic_cost(shape, device) if simple else all_terms_cost(shape, device, stages=stages)
 
 
 def cost_from_file(path: str | Path) -> Cost:

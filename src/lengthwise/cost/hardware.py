@@ -54,7 +54,6 @@ class Hardware:
     compute_dtype_bytes: 2 for bf16, 4 for fp32.
     copy_bytes_per_second: between one device and its host, one direction.
     host_copy_bytes_per_second: between the host and all devices of the node together.
-    loader_tokens_per_second: of text that the processors of one node read and tokenize together.
     device_bytes, host_bytes: memory of one device, and of a node's host.
     source: where the numbers come from.
     fused_norms: models run with norms that keep less for backward (`cost.memory`).
@@ -79,7 +78,6 @@ class Hardware:
     block_efficiency: tuple[tuple[float, float], ...]
     copy_bytes_per_second: float
     host_copy_bytes_per_second: float
-    loader_tokens_per_second: float
     device_bytes: float
     host_bytes: float
     source: str

@@ -10,7 +10,7 @@ from lengthwise.core.shape import UNCUT, LayerCut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """Where parameters, gradients and optimizer are; a rank has `tensor` devices for each stage of its `cut`.
+    """Where parameters, gradients and optimizer are; a rank has a device for each stage of its `cut`.
 
     ranks: copies of the model among which a step's tokens are cut.
     shard: how parameters lie over the ranks: zero1, zero3 or hybrid. ranks_per_node: ranks that shard them under
@@ -23,7 +23,6 @@ class ModelLayout:
     """
 
     ranks: int = 1
-    tensor: int = 1
     cut: LayerCut = UNCUT
     shard: str = "zero1"
     ranks_per_node: int | None = None
@@ -36,7 +35,7 @@ class ModelLayout:
     @property
     def devices(self) -> int:
         """Devices of a rank."""
-        return self.tensor * self.cut.stages
+        return self.cut.stages
 
     @property
     def is_sharded(self) -> bool:

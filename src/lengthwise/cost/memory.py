@@ -146,7 +146,7 @@ class StepMemory(ModelLayout):
             trains=self.trained is None,
             casts=self.node == self.ranks and not self.offloads,
         )
-        return (found - self._layer().tied_head_gradient * ties) / self.tensor  # which a microbatch counts
+        return found - self._layer().tied_head_gradient * ties  # which a microbatch counts
 
     def layer_params(self) -> tuple[float, float]:
         """Count the parameters of a decoder layer, and of embedding and head together."""
@@ -210,7 +210,7 @@ class StepMemory(ModelLayout):
             on_device = unpacked + np.maximum(left - away * own, np.minimum(left, window))
             on_device = on_device + (first * saved / self.cut.stages - own) * (1 - away)
             moments.append(on_device * tokens + beside * tokens + layer.experts_gradient + head)
-        return np.maximum.reduce(np.broadcast_arrays(*moments)) / self.tensor
+        return np.maximum.reduce(np.broadcast_arrays(*moments))
 
     def _layer(self) -> _Layer:
         return _Layer(

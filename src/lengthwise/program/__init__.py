@@ -1,6 +1,6 @@
 """What a plan means: its rules and features, the orders that follow from it, and each rank's transfers and blocks."""
 
-from lengthwise.program.features import Feature, features_of, refuse_unsupported, trains
+from lengthwise.program.features import Feature, features_of, refuse_unsupported
 from lengthwise.program.lower import MicrobatchProgram, all_end_alone, last_on_all_ranks, lower_microbatch, lower_plan
 from lengthwise.program.plan_rules import check_plan
 from lengthwise.program.records import (
@@ -49,5 +49,4 @@ __all__ = [
     "ring_order",
     "spans_of",
     "sweep_rounds_of",
-    "trains",
 ]

@@ -1,11 +1,8 @@
-"""What a plan can ask of its readers beyond rings and packs, and which reader supports it: engine, simulator.
-
-A reader that learns a feature adds it to its set here.
-"""
+"""What a plan can ask beyond rings and packs, what of it the simulator prices, and what the engine refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -28,8 +25,6 @@ class Feature(StrEnum):
 
 
 REQUIRED = frozenset(map(Feature, KNOWN_FEATURES))  # `requires` of a plan that uses one must name it
-ENGINE = frozenset(Feature) - {Feature.PIPELINE}  # without stages
-IN_STAGES = frozenset(Feature) - {Feature.SPEEDS, Feature.WAVES}  # together with PIPELINE
 SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 
 _REPORTED = 10  # refusals in one message
@@ -42,12 +37,6 @@ class Use:
     feature: Feature
     microbatch: int | None = None
     value: object = None
-
-
-def trains(features: Collection[str], *, tensor: int = 1) -> bool:
-    """Return whether this version trains plans with these features, on ranks of `tensor` tensor-parallel devices."""
-    runs = IN_STAGES if Feature.PIPELINE in features else ENGINE
-    return tensor == 1 and runs.issuperset(features)
 
 
 def features_of(plan: Plan) -> frozenset[Feature]:

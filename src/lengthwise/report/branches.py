@@ -6,7 +6,6 @@ from typing import Any
 
 from lengthwise.core.names import counted
 from lengthwise.planner.service.step_planning import LEAST_SAVED
-from lengthwise.program.features import Feature
 from lengthwise.report.figures import percent, seconds
 from lengthwise.simulator import Branches, Comparison, Found
 
@@ -20,10 +19,10 @@ def branches_text(branches: Branches | None) -> str:
 
 def branches_notes(comparison: Comparison) -> list[str]:
     """Say what prompts computed once save, or why they are not; nothing if sequences share none."""
-    apart = comparison.apart.any_mesh
+    apart = comparison.apart.found
     if comparison.scenario.branches is None or apart is None:
         return []
-    found = None if comparison.shared is None else comparison.shared.any_mesh
+    found = None if comparison.shared is None else comparison.shared.found
     if found is None or not _sharing(found):
         return [f"Prompts are not computed once: {_obstacle(found)}."]
     sharing = _sharing(found)
@@ -50,10 +49,10 @@ def branches_json(comparison: Comparison) -> dict[str, Any] | None:
     whole_step_seconds: of Lengthwise with each sequence whole, on the same mesh. saved_tokens_ratio: of all tokens.
     saved_seconds_ratio: predicted for each step; if it shares none, what sharing would save, or None if it cannot.
     """
-    branches, apart = comparison.scenario.branches, comparison.apart.any_mesh
+    branches, apart = comparison.scenario.branches, comparison.apart.found
     if branches is None or apart is None:
         return None
-    found = comparison.ours.any_mesh
+    found = comparison.ours.found
     assert found is not None, "what fits with whole sequences"
     return {
         "completions": branches.completions,
@@ -66,7 +65,7 @@ def branches_json(comparison: Comparison) -> dict[str, Any] | None:
 
 
 def _sharing(found: Found) -> int:
-    return sum(Feature.BRANCHES in step.features for step in found.steps)
+    return sum(step.shares_prompts for step in found.steps)
 
 
 def _saved_tokens(found: Found) -> float:

@@ -18,7 +18,7 @@ from lengthwise.report.html import (
     scrolling,
     stretch_chart,
 )
-from lengthwise.report.simulation import COLUMNS, HEADS, answer_rows, result_rows, tables_of
+from lengthwise.report.simulation import DETAILS_TITLE, HEADS, answer_rows, simulation_table
 from lengthwise.simulator import Comparison, Found, Stretch, stretches
 
 _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
@@ -62,8 +62,8 @@ def simulation_page(
     remarks: Sequence[str] = (),
 ) -> str:
     """Write the page; GPUs are shown over time for the best other way and for ours, on one scale."""
-    ours, rows = comparison.ours.any_mesh, (comparison.best_other, comparison.ours)
-    shown = [(row.planner, row.any_mesh) for row in rows if row is not None and row.any_mesh is not None]
+    ours, rows = comparison.ours.found, (comparison.best_other, comparison.ours)
+    shown = [(row.planner, row.found) for row in rows if row is not None and row.found is not None]
     most = max((found.step_seconds[0] for _, found in shown), default=0.0)
     lines = "".join(f"<p class=key>{escape(each)}</p>" for each in (about, *notes))
     table = html_table([HEADS, *answer_rows(comparison)], wraps=True)
@@ -80,10 +80,10 @@ def simulation_page(
 
 
 def _bars(comparison: Comparison) -> str:
-    most = max((row.any_mesh.mean_seconds for row in comparison.rows if row.any_mesh), default=1.0)
+    most = max((row.found.mean_seconds for row in comparison.rows if row.found), default=1.0)
     cells = []
     for row in comparison.rows:
-        found, kind = row.any_mesh, "ours" if row is comparison.ours else "bar"
+        found, kind = row.found, "ours" if row is comparison.ours else "bar"
         bar = bar_line(found.mean_seconds / most, kind) if found else ""
         took = seconds(found.mean_seconds) if found else "does not fit"
         cells.append(f"<tr><td>{escape(row.planner)}</td><td class=line>{bar}</td><td>{escape(took)}</td></tr>")
@@ -143,9 +143,6 @@ def _joined(found: Sequence[Stretch], most: float) -> list[Stretch]:
 
 
 def _details(comparison: Comparison, verdict: str, remarks: Sequence[str]) -> str:
-    tables = "".join(
-        f"<h3>{escape(title)}</h3>{html_table(list(zip(COLUMNS, *result_rows(each), strict=True)), wraps=True)}"
-        for title, each in tables_of(comparison.planners)
-    )
+    table = f"<h3>{escape(DETAILS_TITLE)}</h3>{html_table(simulation_table(comparison.planners).rows, wraps=True)}"
     said = "".join(f"<p class=key>{escape(each)}</p>" for each in (verdict, *remarks))
-    return f"<h2>Planners in detail</h2>{tables}{said}{_words(_DETAIL_WORDS)}"
+    return f"<h2>Planners in detail</h2>{table}{said}{_words(_DETAIL_WORDS)}"

@@ -1,7 +1,4 @@
-"""A comparison as text: the answer in one sentence and six rows, planners in detail, and all figures as JSON.
-
-In detail a planner has two entries if they differ: its best mesh that this engine runs, then the best of all.
-"""
+"""A comparison as text: the answer in one sentence and six rows, planners in detail, and all figures as JSON."""
 
 from __future__ import annotations
 
@@ -19,11 +16,11 @@ from lengthwise.simulator.rivals import BY_WORK
 SCHEMA = "lengthwise.simulation/1"
 OUR_PLANNER = "lengthwise"
 MOST_MFU = 0.75  # of a device's peak: no training has been published above it
+DETAILS_TITLE = "one step, mean of batches, each planner on its best mesh (simulated, not measured)"
 HEADS = ("", "step", "ratio", "memory", "settings")
 COLUMNS = (
     "planner", "step time", "over best other", "of ideal", "median", "slowest", "tokens/s", "MFU", "idle", "exposed",
-    "memory", "devices a rank", "ranks a ring", "heads split", "recomputes", "offloads", "tokens a rank",
-    "trains today",
+    "memory", "stages", "ranks a ring", "heads split", "recomputes", "offloads", "tokens a rank",
 )  # fmt: skip
 _NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the answer's table; settings take the rest
 _MOST = 80
@@ -41,7 +38,7 @@ def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:
     tokens, longest = round(sum(map(sum, batches)) / len(batches)), tokens_text(comparison.longest)
     where = f"{scenario.devices} x {scenario.hardware.name}, {tokens_text(tokens)} "
     where += f"{'bytes' if unit == 'bytes' else 'tokens'} a step, longest sequence {longest}"
-    ours, theirs = comparison.ours.any_mesh, None if other is None else other.any_mesh
+    ours, theirs = comparison.ours.found, None if other is None else other.found
     if ours is None:
         if theirs is None:
             return f"{where}: no method here can hold these sequences; the table gives the reasons."
@@ -52,7 +49,7 @@ def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:
         return f"{took}; FSDP2 cannot hold these sequences here."
     gain = _gain(theirs, ours)
     best = f"the best otherwise takes {seconds(theirs.mean_seconds)} ({theirs.planner})"
-    powers, also = comparison.powers and comparison.powers.any_mesh, ""
+    powers, also = comparison.powers and comparison.powers.found, ""
     if powers is not None:
         by_rule = _gain(powers, ours)
         also = f"; {POWERS}: {'equal' if by_rule.is_equal else f'{by_rule.ratio:.2f}x'}"
@@ -74,9 +71,9 @@ def tokens_text(tokens: int) -> str:
 
 def answer_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Write one row of `HEADS` for each way to train; one that does not fit has its name and the reason."""
-    ours, rows = comparison.ours.any_mesh, list[tuple[str, ...]]()
+    ours, rows = comparison.ours.found, list[tuple[str, ...]]()
     for row in comparison.rows:
-        if (found := row.any_mesh) is None:
+        if (found := row.found) is None:
             assert row.refusal is not None, "what has no mesh was refused one"
             rows.append((row.planner, f"does not fit: {row.refusal.got}"))
             continue
@@ -138,7 +135,7 @@ def answer_notes(comparison: Comparison) -> list[str]:
     kernel = "" if scenario.cost else _KERNELS.get(scenario.hardware.kernel, scenario.hardware.kernel)
     notes = [f"Simulated, not measured{f'; attention at the speed of {kernel}' * bool(kernel)}."]
     notes += branches_notes(comparison)
-    fitting = [row.any_mesh for row in comparison.rivals if row.any_mesh is not None]
+    fitting = [row.found for row in comparison.rivals if row.found is not None]
     if any(found.planner == BY_WORK for found in fitting):
         how = "batches sorted by work, so that like ones run at once; no trainer does that by itself"
         notes.append(f"{BY_WORK}: {how}.")
@@ -152,7 +149,7 @@ def answer_notes(comparison: Comparison) -> list[str]:
     took = [
         f"{found.mesh.layout} {seconds(found.mean_seconds)}{' (with offload)' * _offloads(found)}"
         for row in layouts
-        if (found := row.any_mesh) is not None
+        if (found := row.found) is not None
     ]
     if len(layouts) > 1 and took:
         takes = f"takes {comparison.auto}" if comparison.auto else "finds room for none without offload"
@@ -177,7 +174,6 @@ def result_rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
             percent(each.mean("exposed_ratio")),
             _gigabytes(each.most("memory_bytes")),
             *_mesh_cells(each),
-            "yes" if each.trains else "no",
         )
         for each in found
     ]
@@ -198,12 +194,12 @@ def mfu_text(ratio: float) -> str:
 
 
 def _mesh_cells(found: Found) -> tuple[str, ...]:
-    """Format the devices of a rank, then the most that any plan uses of the rest."""
+    """Format the stages of a rank, then the most that any plan uses of the rest."""
     degree, heads, offload = (found.most(f"most_{name}") for name in ("degree", "heads", "offload"))
     kinds, mesh = Counter(step.recompute for step in found.steps), found.mesh
     many = {kind: f" ({counted(number, 'batch')})" * (len(kinds) > 1) for kind, number in kinds.items()}
     return (
-        f"TP {mesh.tensor}, PP {mesh.cut.stages}" if mesh.devices > 1 else "1",
+        str(mesh.cut.stages),
         f"up to {degree:,}" if degree > 1 else "1",
         f"up to {heads}" if heads > 1 else "no",
         " and ".join(f"{kind}{number}" for kind, number in many.items()),
@@ -213,49 +209,31 @@ def _mesh_cells(found: Found) -> tuple[str, ...]:
 
 
 def _mesh_text(found: Found) -> str:
-    devices, ring, heads, recompute, offload, tokens = _mesh_cells(found)
+    stages, ring, heads, recompute, offload, tokens = _mesh_cells(found)
     rings = f"rings of {ring}" if ring != "1" else "no sequence cut"
-    words = [devices if found.mesh.devices > 1 else "one GPU a rank", rings, f"{tokens} tokens a rank"]
+    words = [f"{stages} stages" if stages != "1" else "one GPU a rank", rings, f"{tokens} tokens a rank"]
     words += [f"heads split over {heads}"] * (heads != "no")
     words += [f"{recompute} computed again"] * (recompute != "none")
     words += [f"{offload} offloaded"] * (offload != "no")
     return ", ".join(words)
 
 
-def tables_of(found: Sequence[Best]) -> list[tuple[str, list[Found]]]:
-    """Group planners as the engine runs them, then, if they differ, on the best mesh of each; with titles."""
-    today = [each.today for each in found if each.today is not None]
-    tables = [("one step, mean of batches, as this version trains it (simulated, not measured)", today)]
-    if any(each.only_planned for each in found):
-        planned = [each.any_mesh for each in found if each.any_mesh is not None]
-        whole = "the same on the best of all meshes tried, which this version does not all train"
-        alone = "one step, mean of batches, planned only: this version trains none of it (simulated, not measured)"
-        tables.append((whole if today else alone, planned))
-    return [(title, each) for title, each in tables if each]
-
-
-def simulation_tables(found: Sequence[Best]) -> list[ColumnTable]:
-    """Write `tables_of` for a terminal, one column a planner."""
-    return [
-        ColumnTable(rows=list(zip(COLUMNS, *result_rows(each), strict=True)), title=title)
-        for title, each in tables_of(found)
-    ]
+def simulation_table(found: Sequence[Best]) -> ColumnTable:
+    """Write the planners that have a mesh for a terminal, one column a planner."""
+    rows = result_rows([each.found for each in found if each.found is not None])
+    return ColumnTable(rows=list(zip(COLUMNS, *rows, strict=True)), title=DETAILS_TITLE)
 
 
 def simulation_json(comparison: Comparison, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds.
-
-    planners: on the best mesh of each; trained_today: on the best that the engine of this version runs.
-    """
+    """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds."""
     found, scenario = comparison.planners, comparison.scenario
-    planned = [each.any_mesh for each in found if each.any_mesh is not None]
-    today = [each.today for each in found if each.today is not None]
-    rows = [(row, row.any_mesh) for row in comparison.rows]
+    planned = [each.found for each in found if each.found is not None]
+    rows = [(row, row.found) for row in comparison.rows]
     answer = {
         "sentence": answer_sentence(comparison, facts.get("lengths_in", "tokens")),
         "kernel": "" if scenario.cost else scenario.hardware.kernel,
         "layouts": {
-            name: row.any_mesh.step_seconds if row.any_mesh else row.refusal and row.refusal.got
+            name: row.found.step_seconds if row.found else row.refusal and row.refusal.got
             for name, row in zip(LAYOUTS, comparison.layouts, strict=False)
         },
         "auto": comparison.auto or "",
@@ -276,22 +254,19 @@ def simulation_json(comparison: Comparison, facts: Mapping[str, Any]) -> dict[st
         "answer": answer,
         **facts,
         "plans_tried": {each.planner: each.tried for each in found},
-        "refused": {each.planner: str(each.refusal) for each in found if each.any_mesh is None},
+        "refused": {each.planner: str(each.refusal) for each in found if each.found is None},
         "planners": {each.planner: _figures(each, _best_other(each, planned)) for each in planned},
-        "trained_today": {each.planner: _figures(each, _best_other(each, today)) for each in today},
     }
 
 
 def _figures(found: Found, best_other: Found) -> dict[str, Any]:
     mesh = found.mesh
-    most, of_steps = ("most_degree", "most_heads", "most_offload"), ("step_seconds", "loader_seconds", "bound_seconds")
+    most, of_steps = ("most_degree", "most_heads", "most_offload"), ("step_seconds", "bound_seconds")
     return {
-        "tensor": mesh.tensor,
         "stages": mesh.cut.stages,
         "heads": mesh.heads,
         "offload": mesh.offload,
         "capacities_tokens": dict(found.setting.capacities),
-        "trains_today": found.trains,
         **{name: [getattr(step, name) for step in found.steps] for name in (*most, *of_steps, "recompute")},
         "mean_seconds": found.mean_seconds,
         "p50_seconds": found.percentile_seconds(50),
@@ -305,32 +280,22 @@ def _figures(found: Found, best_other: Found) -> dict[str, Any]:
     }
 
 
-def remarks(
-    found: Sequence[Best], *, device_bytes: float, names: Mapping[str, str], may_train: bool = True
-) -> list[str]:
+def remarks(found: Sequence[Best], *, device_bytes: float, names: Mapping[str, str]) -> list[str]:
     """Say which planners need more memory than a device has, and which have no mesh.
 
-    names: as of `LengthwiseError.render`. may_train: whether the engine runs any of the meshes.
+    names: as of `LengthwiseError.render`.
     """
     said = []
-    full = [
-        each.planner
-        for each in found
-        if any(one.most("memory_bytes") > device_bytes for one in (each.today, each.any_mesh) if one)
-    ]
+    full = [each.planner for each in found if each.found and each.found.most("memory_bytes") > device_bytes]
     if full:
         said.append(
             f"more memory than the {_gigabytes(device_bytes)} that a device has: {', '.join(full)}; "
-            "lower --capacity, or use more devices a rank (--tp, --pp)"
+            "lower --capacity, or use more stages (--pp)"
         )
-    if not may_train:
-        said.append("planned only: this version trains without tensor parallelism (--tp)")
     for each in found:
-        if each.any_mesh is None or (each.today is None and may_train):
-            none = "no mesh" if each.any_mesh is None else "no mesh that this version trains"
-            refusal = each.refusal if each.any_mesh is None else each.refusal_today
-            why = f" ({refusal.render(names)})" if refusal else ""
-            said.append(f"{each.planner}: {none} holds these sequences{why}")
+        if each.found is None:
+            why = f" ({each.refusal.render(names)})" if each.refusal else ""
+            said.append(f"{each.planner}: no mesh holds these sequences{why}")
     return said
 
 
@@ -340,7 +305,7 @@ def _gigabytes(quantity_bytes: float) -> str:
 
 def our_planner(found: Sequence[Best]) -> Best:
     """Return the planner that the others are compared with: lengthwise, or the last that has a mesh."""
-    fitting = [each for each in found if each.any_mesh is not None]
+    fitting = [each for each in found if each.found is not None]
     return next((each for each in fitting if each.planner == OUR_PLANNER), fitting[-1])
 
 
@@ -352,7 +317,7 @@ def closing_sentences(
     not_compared: Sequence[str] = (),
     unit: str = "tokens",
 ) -> str:
-    """Say what a step takes with our planner as it trains today, and what it saves over the best other.
+    """Say what a step takes with our planner, and what it saves over the best other.
 
     Args:
         found: by planner.
@@ -362,24 +327,19 @@ def closing_sentences(
         unit: what lengths were counted in.
     """
     best = our_planner(found)
-    name, ours = best.planner, best.shown
+    name, ours = best.planner, best.found
     assert ours is not None, f"{name} was chosen because it has a mesh"
     caveat = f"Simulated, not measured{'; lengths in bytes, not tokens' * (unit == 'bytes')}."
-    runs = "which this version trains" if ours.trains else "planned only: this version does not train it"
     step = f"On {devices} a step takes {seconds(ours.mean_seconds)} with {name}"
-    step += f" ({_mesh_text(ours)}; {runs}), {percent(ours.ideal_ratio)} of the ideal"
-    others = [each.any_mesh for each in found if each is not best and each.any_mesh is not None]
+    step += f" ({_mesh_text(ours)}), {percent(ours.ideal_ratio)} of the ideal"
+    others = [each.found for each in found if each is not best and each.found is not None]
     if not others:
         return f"{step}. {caveat}"
     other = min(others, key=lambda each: each.mean_seconds)
     what = f"{seconds(other.mean_seconds)} with {other.planner}, the best other plan ({_mesh_text(other)})"
     only = " All planners used one mesh; another mesh may be better for either planner." * one_mesh
     only += f" Not compared: {', '.join(not_compared)}; they may be better than {other.planner}." * bool(not_compared)
-    planned, also = best.only_planned, ""
-    if planned is not None and planned is not ours and not _gain(ours, planned).is_equal:
-        time = f"{seconds(planned.mean_seconds)} with {name} ({_mesh_text(planned)})"
-        also = f" Planned only, not trained by this version: {time}, {_gain(other, planned)} over that plan."
-    return f"{step}, and {what}. {_verdict(name, other.planner, _gain(other, ours))}{also}{only} {caveat}"
+    return f"{step}, and {what}. {_verdict(name, other.planner, _gain(other, ours))}{only} {caveat}"
 
 
 def _verdict(name: str, other: str, gain: Gain) -> str:

@@ -5,15 +5,13 @@ from lengthwise.simulator.clocks import simulate_plan
 from lengthwise.simulator.comparison import LAYOUTS, OURS, POWERS, Comparison, auto_layout, compare, compare_layouts
 from lengthwise.simulator.found import Found, run_batches
 from lengthwise.simulator.gains import MODEL_ERROR, Gain, gain_over
-from lengthwise.simulator.loading import LOADERS, loading_seconds, waits_seconds
 from lengthwise.simulator.mesh_search import Best, best_mesh, refuse_unheld
-from lengthwise.simulator.meshes import RankMesh, Scenario, Setting, stages_to_try, tensors_to_try
+from lengthwise.simulator.meshes import RankMesh, Scenario, Setting
 from lengthwise.simulator.rounds import microbatch_clocks
 from lengthwise.simulator.trace import Stretch, chosen_ranks, chrome_trace, stretches
 
 __all__ = [
     "LAYOUTS",
-    "LOADERS",
     "MODEL_ERROR",
     "OURS",
     "POWERS",
@@ -33,13 +31,9 @@ __all__ = [
     "compare",
     "compare_layouts",
     "gain_over",
-    "loading_seconds",
     "microbatch_clocks",
     "refuse_unheld",
     "run_batches",
     "simulate_plan",
-    "stages_to_try",
     "stretches",
-    "tensors_to_try",
-    "waits_seconds",
 ]

@@ -1,6 +1,6 @@
 """A comparison: what people use today, each at its own best settings, against Lengthwise.
 
-Without tensor parallelism or stages: FSDP2 with padding, with packing, and with one size of ring (`rivals`), packs in
+Without stages: FSDP2 with padding, with packing, and with one size of ring (`rivals`), packs in
 the order of a shuffled set or, with one's own sampler, sorted by work; and Lengthwise as it trains by default: with the
 layout that a run takes (hybrid as if all nodes ran in lock-step), microbatches as memory allows. All are planned,
 simulated and searched alike (`mesh_search`), with each sequence whole; then ours once more, if sequences share prompts.
@@ -60,7 +60,7 @@ class Comparison:
         if self.auto:
             return self.layouts[LAYOUTS.index(self.auto)]
         quickest = min(self.layouts, key=_seconds)
-        return quickest if quickest.any_mesh else self.layouts[-1]
+        return quickest if quickest.found else self.layouts[-1]
 
     @property
     def rows(self) -> tuple[Best, ...]:
@@ -70,7 +70,7 @@ class Comparison:
     @property
     def best_other(self) -> Best | None:
         """The quickest of FSDP2's rows, of equals in three digits the first, or None if none fits."""
-        fitting = [row for row in self.rivals if row.any_mesh is not None]
+        fitting = [row for row in self.rivals if row.found is not None]
         return min(fitting, key=lambda row: float(f"{_seconds(row):.3g}"), default=None)
 
     @property
@@ -94,7 +94,7 @@ def auto_layout(batches: Batches, scenario: Scenario, layouts: Sequence[Best]) -
 
     A run goes by what its first batch takes, which `layouts` know; of many ranks it plans a share, as is done here.
     """
-    found = [row.any_mesh for row in layouts if row.any_mesh is not None]
+    found = [row.found for row in layouts if row.found is not None]
     took = {each.mesh.layout: each.step_seconds[0] for each in found if not each.most("most_offload")}
     longest, capacity, kinds = max(map(max, batches)), scenario.capacity_tokens, scenario.kinds
     room, cost = scenario.hardware.device_bytes, scenario.cost_of(RankMesh())
@@ -114,18 +114,18 @@ def compare_layouts(batches: Batches, scenario: Scenario) -> list[Best]:
     is_node = scenario.devices <= scenario.cost_of(RankMesh()).ranks_per_node
     rows: list[Best] = []
     for layout in LAYOUTS[:1] if scenario.devices == 1 else LAYOUTS[:2] if is_node else LAYOUTS:
-        like = rows[-1].any_mesh if layout == "hybrid" else None  # which gathers in the same waves as zero3
+        like = rows[-1].found if layout == "hybrid" else None  # which gathers in the same waves as zero3
         rows.append(_ours(layout, batches, scenario, like=like and like.steps[0].recompute))
     return rows
 
 
 def _shared(apart: Best, batches: Batches, scenario: Scenario) -> Best | None:
     """Run Lengthwise on the mesh of `apart` where prompts may be computed once."""
-    if scenario.branches is None or apart.any_mesh is None:
+    if scenario.branches is None or apart.found is None:
         return None
-    setting = scenario.setting(apart.any_mesh.mesh)
+    setting = scenario.setting(apart.found.mesh)
     try:
-        return replace(apart, any_mesh=run_batches("lengthwise", batches, setting, shared=scenario.branches.shared))
+        return replace(apart, found=run_batches("lengthwise", batches, setting, shared=scenario.branches.shared))
     except TooLarge:
         return None
 
@@ -136,16 +136,14 @@ def _rival(name: str, batches: Batches, scenario: Scenario) -> Best:
     meshes = [RankMesh(layout="zero3", held=((kind, held),), lock_step=how) for kind, held, how in tries]
     found = MeshSearch(planner=name, batches=batches, scenario=scenario).best_of(meshes)
     cuts = name not in (PADDED, PACKED)
-    return Best(planner=name, any_mesh=found, refusal=None if found else _unheld(batches, scenario, "zero3", cuts=cuts))
+    return Best(planner=name, found=found, refusal=None if found else _unheld(batches, scenario, "zero3", cuts=cuts))
 
 
 def _powers(batches: Batches, scenario: Scenario) -> Best:
     """Run degrees by powers of two on our engine, at the best of the capacities that fit."""
-    alone = replace(scenario, tensors=(1,), stages=(1,), only=None, base=RankMesh(heads="auto", offload="auto"))
-    found = MeshSearch(planner="power-of-two", batches=batches, scenario=alone).best(alone)
-    return Best(
-        planner=POWERS, any_mesh=found, refusal=None if found else _unheld(batches, scenario, "zero1", cuts=True)
-    )
+    alone = replace(scenario, only=None, base=RankMesh(heads="auto", offload="auto"))
+    found = MeshSearch(planner="power-of-two", batches=batches, scenario=alone).best()
+    return Best(planner=POWERS, found=found, refusal=None if found else _unheld(batches, scenario, "zero1", cuts=True))
 
 
 def _ours(layout: Shard, batches: Batches, scenario: Scenario, *, like: str | None = None) -> Best:
@@ -159,7 +157,7 @@ def _ours(layout: Shard, batches: Batches, scenario: Scenario, *, like: str | No
     for some, offload in ((first, "off"), (held, "off"), (held, "auto")):
         mesh = RankMesh(layout=layout, held=some, heads="auto", offload=offload)
         if some and (found := search.best_of([mesh])):
-            return Best(planner=OURS, any_mesh=found)
+            return Best(planner=OURS, found=found)
     return Best(planner=OURS, refusal=_unheld(batches, scenario, layout, cuts=True))
 
 
@@ -184,4 +182,4 @@ def _unheld(batches: Batches, scenario: Scenario, layout: Shard, *, cuts: bool) 
 
 
 def _seconds(row: Best) -> float:
-    return inf if row.any_mesh is None else row.any_mesh.mean_seconds
+    return inf if row.found is None else row.found.mean_seconds

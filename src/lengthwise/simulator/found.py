@@ -18,9 +18,7 @@ from lengthwise.cost import Choice, StepMemory, analytic_cost, step_flops
 from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
 from lengthwise.planner.prefixes import saved_ratio
 from lengthwise.planner.service.step_planning import StepPlanning
-from lengthwise.program import features_of, trains
 from lengthwise.simulator.clocks import simulate_plan
-from lengthwise.simulator.loading import loading_seconds, waits_seconds
 from lengthwise.simulator.meshes import RankMesh, Setting
 
 
@@ -32,17 +30,16 @@ class TooLarge(PlanError):  # noqa: N818 - the name says what happened
 class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
-    loader_seconds: what all ranks wait for data. bound_seconds: of the plan, without the step's end. ideal_seconds: of
+    bound_seconds: of the plan, without the step's end. ideal_seconds: of
     the batch on these devices. num_tokens, flops: of whole sequences, without padding. computed_tokens: those of the
     plan, padding and prefixes as often as they are computed. saved_ratio: of the plan (`planner.prefixes.saved_ratio`).
-    recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or microbatch. features: that the
-    plan uses.
+    recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or microbatch.
+    shares_prompts: whether the plan computes a prompt once for several sequences.
     """
 
     step_seconds: float
     ideal_seconds: float
     bound_seconds: float
-    loader_seconds: float
     compute_ratio: float
     exposed_ratio: float
     idle_ratio: float
@@ -55,7 +52,7 @@ class SimulatedStep:
     most_degree: int
     most_heads: int
     most_offload: float
-    features: frozenset[str]
+    shares_prompts: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +69,6 @@ class Found:
     def mesh(self) -> RankMesh:
         """The mesh that the planner was given."""
         return self.setting.mesh
-
-    @property
-    def trains(self) -> bool:
-        """Whether the engine of this version runs these plans."""
-        features = frozenset[str]().union(*(step.features for step in self.steps))
-        return trains(features, tensor=self.mesh.tensor)
 
     @property
     def held_tokens(self) -> dict[str, int]:
@@ -131,7 +122,7 @@ def run_batches(
     plan_each: PlanStep = plan_step,
     shared: Callable[[Sequence[int]], SharedPrefixes] | None = None,
 ) -> Found:
-    """Plan and simulate every batch, the lengths of a step, after the one before it and the loading of its data.
+    """Plan and simulate every batch, the lengths of a step.
 
     plan_each: as for `plan_recomputed`. shared: returns the prefixes of a batch that its plan may compute once. If
     given, batches are planned as a run plans them, and `plan_each` is not called.
@@ -151,21 +142,8 @@ def run_batches(
         )
         for tokens in batches
     ]
-    loads = [
-        loading_seconds(
-            plan,
-            setting.loader,
-            setting.cost,
-            tokens_per_second=setting.hardware.loader_tokens_per_second,
-            devices=setting.memory.devices,
-            fixed_mesh=is_static,
-        )
-        for plan, _ in runs
-    ]
-    waits = waits_seconds(loads, [timeline.step_seconds for _, timeline in runs])
-    plans, timelines = [plan for plan, _ in runs], [run[1].delayed(wait) for run, wait in zip(runs, waits, strict=True)]
-    steps = tuple(_step(*each, setting) for each in zip(batches, plans, timelines, strict=True))
-    return Found(planner=planner, setting=setting, steps=steps, first_plan=plans[0], first=timelines[0])
+    steps = tuple(_step(tokens, *run, setting) for tokens, run in zip(batches, runs, strict=True))
+    return Found(planner=planner, setting=setting, steps=steps, first_plan=runs[0][0], first=runs[0][1])
 
 
 def _plan_and_simulate(
@@ -224,7 +202,6 @@ def _step(tokens: Sequence[int], plan: Plan, timeline: Timeline, setting: Settin
         step_seconds=timeline.step_seconds,
         ideal_seconds=ideal_seconds(tokens, setting),
         bound_seconds=float(plan.notes["bound_seconds"]),
-        loader_seconds=timeline.loader_seconds,
         compute_ratio=timeline.compute_ratio,
         exposed_ratio=timeline.exposed_ratio,
         idle_ratio=timeline.idle_ratio,
@@ -237,7 +214,7 @@ def _step(tokens: Sequence[int], plan: Plan, timeline: Timeline, setting: Settin
         most_degree=max(piece.degree for piece in pieces),
         most_heads=max(piece.heads for piece in pieces),
         most_offload=max(microbatch.offload for microbatch in plan.microbatches),
-        features=features_of(plan),
+        shares_prompts=bool(plan.parents),
     )
 
 

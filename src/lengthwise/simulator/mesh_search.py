@@ -1,9 +1,8 @@
 """The best mesh of each planner, searched alike for all: what a competent user would have found by trying.
 
 A search tries meshes on the batch of most work. Those within 3 % of the best, two at most, run all batches; hopeless
-meshes and kinds of recomputation are skipped. Of a named planner it tries every number of tensor-parallel devices that
-fits, at capacities halved until two in a row end no sooner; then twice the stages while that ends sooner: three to
-thirty plans. Of FSDP2 in lock-step and of layouts of parameters it tries the meshes that it is given.
+meshes and kinds of recomputation are skipped. Of a named planner it tries capacities halved until two in a row end no
+sooner. Of FSDP2 in lock-step and of layouts of parameters it tries the meshes that it is given.
 """
 
 from __future__ import annotations
@@ -30,28 +29,15 @@ _LEAST_SHARE = 1 / 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The best that a planner can do: on the meshes that the engine runs, and on all; tried: plans made for it.
+    """The best that a planner can do; tried: plans made for it.
 
-    today, any_mesh: None where no such mesh holds these sequences; refusal, refusal_today: why the last one did not.
+    found: None where no mesh holds these sequences; refusal: why the last one did not.
     """
 
     planner: str
-    today: Found | None = None
-    any_mesh: Found | None = None
+    found: Found | None = None
     tried: int = 0
     refusal: LengthwiseError | None = None
-    refusal_today: LengthwiseError | None = None
-
-    @property
-    def only_planned(self) -> Found | None:
-        """The best mesh, if it is another than the best that the engine runs."""
-        is_other = self.any_mesh is not None and (self.today is None or self.any_mesh.mesh != self.today.mesh)
-        return self.any_mesh if is_other else None
-
-    @property
-    def shown(self) -> Found | None:
-        """The best that the engine runs, or the best of all if it runs none."""
-        return self.today or self.any_mesh
 
 
 def best_mesh(
@@ -63,24 +49,12 @@ def best_mesh(
 ) -> Best:
     """Search the best mesh of one planner; before each plan, call `progress` with how many were tried before."""
     search = MeshSearch(planner=planner, batches=batches, scenario=scenario, progress=progress)
-    narrow = scenario.trained_today()
-    both = [] if narrow is None else [search.best(narrow)]
-    refusal_today = search.refusal
-    both.append(search.best(scenario))
-    found = sorted((each for each in both if each is not None), key=lambda each: each.mean_seconds)
-    return Best(
-        planner=planner,
-        today=next((each for each in found if each.trains), None),
-        any_mesh=next(iter(found), None),
-        tried=search.tried,
-        refusal=search.refusal,
-        refusal_today=refusal_today,
-    )
+    return Best(planner=planner, found=search.best(), tried=search.tried, refusal=search.refusal)
 
 
 def refuse_unheld(found: Sequence[Best]) -> None:
     """Raise the LengthwiseError of the last planner if none has a mesh that holds the sequences."""
-    if all(each.any_mesh is None for each in found):
+    if all(each.found is None for each in found):
         refusal = found[-1].refusal
         assert refusal is not None, "a planner without a mesh was refused one"
         raise refusal
@@ -102,23 +76,11 @@ class MeshSearch:
     refusal: LengthwiseError | None = None
     tried: int = 0
 
-    def best(self, scenario: Scenario) -> Found | None:
-        """Return the best of a scenario's meshes and of earlier ones, or None if none holds the sequences."""
-        if scenario.only is not None:
-            return self.best_of([scenario.only])
-        for stages in scenario.stages:
-            for tensor in scenario.tensors:
-                if scenario.devices % (tensor * stages) == 0:
-                    self._halve(scenario.mesh(tensor, stages), scenario)
-            if self.first:
-                break
-        best = min(self.first, key=self._seconds, default=None)
-        while best is not None:
-            more = replace(best, cut=replace(best.cut, stages=2 * best.cut.stages))
-            is_within = more.cut.stages <= scenario.stages[-1] and scenario.devices % more.devices == 0
-            if is_within:
-                self._try(more)
-            best = more if is_within and self._seconds(more) < self._seconds(best) else None
+    def best(self) -> Found | None:
+        """Return the best of the scenario's meshes, or None if none holds the sequences."""
+        if self.scenario.only is not None:
+            return self.best_of([self.scenario.only])
+        self._halve(self.scenario.base)
         return self.best_of()
 
     def best_of(self, meshes: Iterable[RankMesh] = ()) -> Found | None:
@@ -140,12 +102,12 @@ class MeshSearch:
     def _least(self) -> float:
         return min(map(self._seconds, self.first), default=inf)
 
-    def _halve(self, mesh: RankMesh, scenario: Scenario) -> None:
+    def _halve(self, mesh: RankMesh) -> None:
         """Try a mesh, then smaller capacities until several in a row end no sooner; too large ones do not count."""
         least, waited = inf, 0
         while waited < _PATIENCE and mesh.capacity_share >= _LEAST_SHARE:
             self._try(mesh)
-            if scenario.capacity_tokens is not None:
+            if self.scenario.capacity_tokens is not None:
                 return
             if mesh in self.first:
                 waited = 0 if self._seconds(mesh) < least else waited + 1

@@ -1,6 +1,6 @@
 """The meshes that a planner may be given, and what ranks of one hold and take.
 
-A mesh: devices of a rank (tensor x pipeline stages), how parameters lie over ranks, and the tokens of a rank. Planners
+A mesh: devices of a rank (its pipeline stages), how parameters lie over ranks, and the tokens of a rank. Planners
 choose the rest within it.
 """
 
@@ -28,19 +28,16 @@ from lengthwise.planner.plan_options import DEFAULT
 from lengthwise.simulator.branches import Branches
 from lengthwise.simulator.rivals import LockStep
 
-_MOST_STAGES = 8
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMesh:
-    """Devices of a rank, `tensor` for each stage of its `cut`, and what planners may do beside cutting sequences.
+    """Devices of a rank, one for each stage of its `cut`, and what planners may do beside cutting sequences.
 
     capacity_share: of the tokens that fit by estimate. held: tokens of a rank by kind of recomputation, in place of
     what fits. heads, offload: as in `PlanOptions`. layout: of the parameters over the ranks. lock_step: an FSDP2
     planner, in place of a named one.
     """
 
-    tensor: int = 1
     cut: LayerCut = UNCUT
     capacity_share: float = 1.0
     heads: str | int = "off"
@@ -49,13 +46,8 @@ class RankMesh:
     held: tuple[tuple[str, int], ...] = ()
     lock_step: LockStep | None = None
 
-    @property
-    def devices(self) -> int:
-        """The number of devices of a rank."""
-        return self.tensor * self.cut.stages
-
     def __str__(self) -> str:
-        rank = f"TP {self.tensor} x PP {self.cut.stages} devices a rank" if self.devices > 1 else "one device a rank"
+        rank = f"{self.cut.stages} stages a rank" if self.cut.stages > 1 else "one device a rank"
         share = f", {self.capacity_share:g} of the tokens that fit" if self.capacity_share != 1 else ""
         return f"{rank}{share}, heads {self.heads}, offload {self.offload}"
 
@@ -65,8 +57,8 @@ class Setting:
     """What ranks of a mesh hold and take, and how planners plan for them.
 
     capacities: tokens of a rank by the kinds of recomputation that a step may choose. context_tokens: sizes the mesh of
-    planners with a fixed one. loader: of `simulator.loading.LOADERS`. must_fit: refuse plans that need more memory than
-    a device has. options: the planner's name and context are set for each step.
+    planners with a fixed one. must_fit: refuse plans that need more memory than a
+    device has. options: the planner's name and context are set for each step.
     """
 
     mesh: RankMesh = RankMesh()
@@ -75,7 +67,6 @@ class Setting:
     cost: Cost
     capacities: Mapping[str, int]
     context_tokens: int = 1
-    loader: str = "none"
     must_fit: bool = False
     options: PlanOptions = DEFAULT
 
@@ -84,28 +75,24 @@ class Setting:
 class Scenario:
     """A model on a number of devices, and the meshes that planners may be given there.
 
-    tensors, stages: of a rank, ascending. kinds: of recomputation, chosen for each step. capacity_tokens: of a rank
-    (default: what fits); takes_capacity: whatever the estimate says. base: the mesh of one device, whose choices and
-    chunks of a stage all meshes have. only: the one mesh of all planners. If None, search the best of each. cost: of
-    ranks of one device, measured (default: by hardware). mode: of `PlanOptions` (default: by stages and layout).
-    context_tokens, loader: of `Setting`. adapters: parameters that train in place of the model's own (LoRA). If None,
-    all train. offloads: whether master weights and the optimizer's states are on the host. branches: prompts that
-    sequences have in common. If None, they have none.
+    kinds: of recomputation, chosen for each step. capacity_tokens: of a rank (default: what fits); takes_capacity:
+    whatever the estimate says. base: the mesh with all tokens that fit, whose stages and choices all meshes have. only:
+    the one mesh of all planners. If None, search the best of each. cost: of ranks of one device, measured (default: by
+    hardware). mode: of `PlanOptions` (default: by stages and layout). context_tokens: of `Setting`. adapters:
+    parameters that train in place of the model's own (LoRA). If None, all train. offloads: whether master weights and
+    the optimizer's states are on the host. branches: prompts that sequences have in common. If None, they have none.
     """
 
     shape: ModelShape
     hardware: Hardware
     devices: int
     context_tokens: int = 1
-    tensors: tuple[int, ...] = (1,)
-    stages: tuple[int, ...] = (1,)
     kinds: tuple[str, ...] = RECOMPUTE_KINDS
     capacity_tokens: int | None = None
     takes_capacity: bool = False
     base: RankMesh = RankMesh(heads="auto", offload="auto")
     only: RankMesh | None = None
     cost: Cost | None = None
-    loader: str = "none"
     mode: str | None = None
     adapters: int | None = None
     offloads: bool = False
@@ -115,8 +102,8 @@ class Scenario:
         """Return what ranks of a mesh hold and take.
 
         Raises:
-            ConfigError: weights and optimizer leave no room, or less than the given capacity, or the mesh does not fit
-                model or node.
+            ConfigError: weights and optimizer leave no room, or less than the given capacity, or it has more
+                stages than the model has layers.
         """
         memory, given = self.memory(mesh), self.capacity_tokens
         takes_any = given is not None and self.takes_capacity
@@ -131,7 +118,6 @@ class Scenario:
             cost=self.cost_of(mesh),
             capacities=capacities,
             context_tokens=self.context_tokens,
-            loader=self.loader,
             must_fit=mesh.offload != "off" if mesh.held else not takes_any,
             options=options_of(
                 memory,
@@ -144,8 +130,8 @@ class Scenario:
 
     def cost_of(self, mesh: RankMesh) -> Cost:
         """Return the costs of ranks on a mesh; FSDP2 has the head in its root unit."""
-        shape, tensor, stages = self.shape, mesh.tensor, mesh.cut.stages
-        cost = self.cost or all_terms_cost(shape, self.hardware, tensor=tensor, stages=stages, adapters=self.adapters)
+        stages, adapters = mesh.cut.stages, self.adapters
+        cost = self.cost or all_terms_cost(self.shape, self.hardware, stages=stages, adapters=adapters)
         return laid_cost(cost, self.memory(mesh), head_apart=mesh.lock_step is None)
 
     def held(self, layout: Shard) -> dict[str, int]:
@@ -175,31 +161,6 @@ class Scenario:
 
     def memory(self, mesh: RankMesh) -> StepMemory:
         """Return what a device holds on a mesh."""
-        ranks, node = self.devices // mesh.devices, self.hardware.ranks_per_node // mesh.tensor
-        node = max(1, node if self.cost is None else self.cost.ranks_per_node)
-        whole = step_memory(self.shape, self.hardware, ranks, tensor=mesh.tensor, cut=mesh.cut)
+        node = self.hardware.ranks_per_node if self.cost is None else max(1, self.cost.ranks_per_node)
+        whole = step_memory(self.shape, self.hardware, self.devices // mesh.cut.stages, cut=mesh.cut)
         return replace(whole, shard=mesh.layout, ranks_per_node=node, trained=self.adapters, offloads=self.offloads)
-
-    def trained_today(self) -> Scenario | None:
-        """Return the scenario with the meshes alone that the engine runs, or None if it runs none of them."""
-        stages = tuple(stages for stages in self.stages if stages == 1 or self.mode in (None, "pipeline"))
-        return replace(self, tensors=(1,), stages=stages) if 1 in self.tensors and stages else None
-
-    def mesh(self, tensor: int, stages: int) -> RankMesh:
-        """Return a mesh with all tokens that fit, and all choices that planners may have."""
-        return replace(self.base, tensor=tensor, cut=replace(self.base.cut, stages=stages))
-
-
-def powers_that_divide(devices: int, most: int) -> tuple[int, ...]:
-    """List the powers of two up to `most` that divide the devices."""
-    return tuple(each for each in (2**power for power in range(most.bit_length())) if devices % each == 0)
-
-
-def tensors_to_try(shape: ModelShape, hardware: Hardware, devices: int) -> tuple[int, ...]:
-    """List numbers of tensor-parallel devices of a rank: powers of two inside a node that divide heads and devices."""
-    return tuple(t for t in powers_that_divide(devices, hardware.ranks_per_node) if shape.heads % t == 0)
-
-
-def stages_to_try(shape: ModelShape, devices: int) -> tuple[int, ...]:
-    """List numbers of pipeline stages of a rank: powers of two that divide layers and devices."""
-    return tuple(p for p in powers_that_divide(devices, _MOST_STAGES) if shape.layers % p == 0)

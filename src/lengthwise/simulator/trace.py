@@ -59,8 +59,6 @@ def chrome_trace(plan: Plan, timeline: Timeline, *, ranks_per_node: int, most_ra
             thread = rank * timeline.stages + stage
             name = f"rank {rank}" if timeline.stages == 1 else f"rank {rank}, stage {stage}"
             events.append({"ph": "M", "name": "thread_name", "pid": node, "tid": thread, "args": {"name": name}})
-            if timeline.loader_seconds > 0:
-                events.append(_slice("waiting for data", node, thread, 0.0, timeline.loader_seconds, {}))
             for row in np.flatnonzero((timeline.rank == rank) & (timeline.stage == stage)).tolist():
                 events += _slices(plan, timeline, row, node, thread)
             events.append(_slice("step end", node, thread, done, timeline.step_end_seconds, {}))

@@ -66,7 +66,7 @@ def refuse_cut(tokens: Sequence[int], held_tokens: int) -> None:
             f"sequence {tokens.index(longest)}",
             expected=f"at most {held_tokens} tokens, which one rank holds: planner {PACKED_DP} cuts no sequence",
             got=f"{longest} tokens" + (f", and {more} more that are too long" if more else ""),
-            remedy=f"Raise {{capacity_tokens}} to {longest} (more tensor-parallel devices per rank or {{recompute}} "
+            remedy=f"Raise {{capacity_tokens}} to {longest} (more pipeline stages or {{recompute}} "
             "make room), or take a planner that cuts sequences, such as lengthwise.",
         )
 
