@@ -332,8 +332,8 @@ and the plain Hugging Face model that runs one document at a time, in fp64. The 
 family's windows, sinks, experts and kinds of layers; plans pack eight documents and cut them over rings, without and
 with activation checkpointing (`recompute: layer`). The tests hold every family to 1e-13 / 1e-12. Dropout of hidden
 states, in families that have it (biogpt, ctrl, gpt-sw3, gpt2, gpt_bigcode, gpt_neox, opt, persimmon, phi, phi3,
-seed_oss, starcoder2), is drawn by sequence and position ([how](decisions/dropout-by-position.md)). Dropout inside of
-attention must be 0 in `config.json`.
+seed_oss, starcoder2), is drawn by torch's generator ([how](decisions/dropout-follows-the-plan.md)). Dropout inside
+of attention must be 0 in `config.json`.
 
 Rows with *router loss* have `output_router_logits: true` in the config and a coefficient of 0.5: the gradients are
 those of both losses, and the loss is the worse of the two. A family without such a row has no balance loss in Hugging

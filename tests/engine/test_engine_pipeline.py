@@ -36,7 +36,6 @@ CONFIGS = {
     "gpt-oss, sinks": ("gpt_oss", {**SIZES, **WINDOWS}),
     "gpt-oss, router loss": ("gpt_oss", {**SIZES, **WINDOWS, **ROUTERS}),
     "qwen3-moe, router loss, a dense layer": ("qwen3_moe", {**SIZES, **ROUTERS, "mlp_only_layers": [0]}),
-    "phi, dropout": ("phi", {**SIZES, "resid_pdrop": 0.2}),
 }
 PAIRS: dict[str, dict] = {}
 

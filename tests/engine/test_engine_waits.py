@@ -52,7 +52,6 @@ RINGS = (
 )
 FLASH, CUDNN = "_flash_attention", "_scaled_dot_product_cudnn_attention"
 STEP = ["copy to the host: step.run_part", "event: clock._seconds_between"]
-DROPOUT = ("copy to the host: stage_messages.count_dropout_calls",)
 NORM = ["number: norm.gradient_norm"]
 
 
@@ -90,8 +89,8 @@ CASES = {
     "adapters": Case(adapters=True),
     "zero3": Case(node=4, recompute=KINDS),
     "hybrid, grouped experts": Case(family="qwen3_moe", changes=FULL, node=2, recompute=KINDS),
-    "first of two stages": Case(stages=2, recompute=KINDS, once=DROPOUT),
-    "last of two stages": Case(stages=2, recompute=KINDS, rank=1, once=DROPOUT),
+    "first of two stages": Case(stages=2, recompute=KINDS),
+    "last of two stages": Case(stages=2, recompute=KINDS, rank=1),
     "activations on the host": Case(changes={"num_hidden_layers": 4}, offload=0.5),
     "optimizer on the host": Case(host_optimizer=True, end=(UPDATE_ON_HOST,)),
     "optimizer on the host, zero3": Case(node=4, host_optimizer=True, end=(UPDATE_ON_HOST,)),

@@ -120,14 +120,15 @@ def test_a_run_goes_on_in_other_stages_on_other_ranks(tmp_path, before, after, t
     assert largest_difference(model, whole) < 1e-12
 
 
-def test_adapters_in_stages_are_those_of_one_rank_with_the_same_dropout(tmp_path):
-    """After each stage has measured what fits: alone, which counts no draw."""
+def test_adapters_in_stages_drop_in_a_recomputation_what_the_forward_dropped(tmp_path):
+    """After each stage has measured what fits."""
     lora = {"r": 2, "lora_dropout": 0.2, "target_modules": ["q_proj", "down_proj"]}
     path = run_file(tmp_path, tied=True, lora=lora)
-    one, whole = trained(path, "one", ranks=1)
-    found, model = trained(path, "staged", "--set", "stages=2", "capacity_tokens=auto", ranks=4)
-    assert found == pytest.approx(one, rel=1e-12)
-    assert largest_difference(model, whole) < 1e-12
+    how = ("--set", "stages=2", "capacity_tokens=auto")
+    found, model = trained(path, "none", *how, "recompute=none", ranks=4)
+    again, same = trained(path, "layer", *how, "recompute=layer", ranks=4)
+    assert again == pytest.approx(found, rel=1e-12)
+    assert largest_difference(model, same) < 1e-12
 
 
 def write_measurements(folder, *, ranks, head_seconds):

@@ -197,13 +197,16 @@ def test_a_forward_hook_that_returns_nothing_changes_no_number(ranks, tmp_path):
         assert hooked == pytest.approx(plain, rel=1e-6)  # Hugging Face's loss is in fp32
 
 
-def test_dropout_that_a_loop_sets_where_layers_are_compiled_is_refused(monkeypatch):
-    monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
-    model = with_dropout(0.0)
-    with Session(model, SGD(model.parameters()), capacity_tokens=128, compile=True) as session:
-        set_dropout(model, 0.5)
-        with pytest.raises(LengthwiseError, match="compile: expected false with dropout"):
-            session.backward(ROWS)
+def test_compiled_layers_drop_and_recompute_alike(monkeypatch):
+    monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="aot_eager"))
+    found = []
+    for recompute in ("none", "layer"):
+        model = with_dropout(0.0)
+        how = {"capacity_tokens": 128, "compile": True, "recompute": recompute}
+        with Session(model, SGD(model.parameters()), **how) as session:
+            set_dropout(model, 0.5)
+            found.append((session.backward(ROWS).loss, session.clip_grad_norm_(1.0)))
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
 @pytest.mark.parametrize("key", ["max_norm", "scale_grad_by_freq", "sparse"])

@@ -90,28 +90,6 @@ def test_layers_that_stages_would_have_as_copies_are_refused_by_name_and_others_
     assert max(map(max, in_ranks(in_double(work), 2, tmp_path))) < 1e-12
 
 
-def test_dropout_that_a_loop_sets_on_the_layers_of_one_stage_is_drawn_as_from_the_start(tmp_path):
-    def found(early, late):
-        """Return the loss of a step with dropout in two layers, after one with it in the `early` ones."""
-        model = small_model(**LAYERS)
-        for layer in model.model.layers:
-            layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Dropout(0.0))
-        losses = []
-        with Session(model, SGD(model.parameters()), capacity_tokens=64, stages=2) as session:
-            for numbers in (early, late):
-                for number, layer in enumerate(model.model.layers):
-                    if hasattr(layer, "mlp"):
-                        layer.mlp[1].p = 0.5 if number in numbers else 0.0
-                losses.append(session.backward(rows_of([9, 4], 0)).loss)
-        return losses[-1]
-
-    def work(_rank):
-        return [found(early, (0, 3)) for early in ((0, 3), (), (3,))]
-
-    for expected, *others in in_ranks(in_double(work), 2, tmp_path):
-        assert others == [expected] * 2
-
-
 def test_a_stage_gives_no_part_of_a_model_as_if_it_were_whole(tmp_path):
     def work(_rank):
         model = small_model(**LAYERS)

@@ -37,10 +37,11 @@ from lengthwise.models import (
     WHOLE,
     Chunk,
     apply_policy,
+    drawing,
+    has_dropout,
     mixing_of,
     model_loss,
     position_limit,
-    rows_dropout,
     run_chunk,
     run_layers,
 )
@@ -247,12 +248,13 @@ class SmallPasses:
     def _running(self, planned: PlannedAttention, saver: ActivationSaver, hidden: Tensor | None) -> Iterator[None]:
         """Let the chunk run forward by the plan inside the block, from hidden states where it is not the first."""
         policy = ActivationPolicy(recompute=self.recompute, saver=saver)
-        dropout = rows_dropout(self.model, lambda: torch.arange(planned.num_rows, device=self._device))
+        draws = has_dropout(self.model)
         with (
+            drawing(0, self._device) if draws else nullcontext(),
             self.casting(),
             torch.enable_grad(),
             self.chunk.running(hidden),
-            apply_policy(self.model, planned, policy, dropout),
+            apply_policy(self.model, planned, policy, draws=draws),
         ):
             yield
 

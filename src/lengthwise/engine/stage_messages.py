@@ -10,20 +10,18 @@ on the device, while autograd saves what layers need, and the plan may offload t
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.attention import BlockKernel, PlannedAttention
-from lengthwise.comm import Mesh, Pending, SoloTransport
+from lengthwise.comm import Mesh, Pending
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import LayerCut
-from lengthwise.models import Chunk, KeyedDropout, ModelStage, has_dropout, run_chunk
+from lengthwise.models import Chunk, ModelStage
 from lengthwise.offload import ActivationSaver
-from lengthwise.program import lower_plan
 from lengthwise.program.step_program import Message, Place, Turn
 
 UNWAITED_A_STAGE = 2  # grouped calls per stage whose sent tensors a rank keeps
@@ -86,28 +84,6 @@ class Messages:
     def _wait(self, most: int) -> None:
         while len(self._sent) > most:
             self._sent.popleft().wait()
-
-
-def count_dropout_calls(
-    model: nn.Module, mesh: Mesh, chunks: Mapping[int, Chunk], kernel: BlockKernel, device: torch.device
-) -> None:
-    """Count the dropout calls before each chunk, by a row through chunks with dropout, if not done. Collective."""
-    if all(model.training in each.dropout_calls for each in chunks.values()):
-        return
-    (program,) = lower_plan(_ONE_TOKEN, 0)
-    calls = torch.zeros(len(chunks) * mesh.stages, dtype=torch.int64, device=device)
-    for chunk in chunks.values() if has_dropout(model) else ():
-        planned = PlannedAttention(program, SoloTransport(), kernel, layers_passed=chunk.layers_passed)
-        row = torch.zeros(1, dtype=torch.int64, device=device)
-        counting = KeyedDropout(torch.zeros(planned.num_rows, dtype=torch.int64, device=device))
-        hidden = None if chunk.is_first else empty_hidden(model, chunk, planned.num_rows).zero_()
-        with torch.no_grad(), chunk.running(hidden), counting:
-            run_chunk(model, planned, row, row)
-        calls[chunk.number] = counting.calls
-    mesh.world.all_reduce(calls)
-    before = ((calls.cumsum(0) - calls) // mesh.num_replicas).tolist()
-    for chunk in chunks.values():
-        chunk.dropout_calls[model.training] = before[chunk.number]
 
 
 def empty_hidden(model: nn.Module, chunk: Chunk, rows: int) -> Tensor:

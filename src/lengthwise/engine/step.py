@@ -13,11 +13,10 @@ saved tensors are kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthwise.attention import ActivationPolicy, BlockKernel, PlannedAttention, to_device
@@ -31,28 +30,26 @@ from lengthwise.engine.shortage import SMALLER_MICROBATCHES, reporting_shortage
 from lengthwise.engine.stage_messages import (
     KeptForward,
     Messages,
-    count_dropout_calls,
     empty_hidden,
     given_on,
     received,
 )
 from lengthwise.models import (
-    ANY_KEY,
     WHOLE,
     Chunk,
     DropoutKey,
-    KeyedDropout,
     LogitsAtOnce,
+    NoDropout,
     RouterBalance,
     apply_policy,
     count_choices,
+    drawing,
     has_balance_loss,
     has_dropout,
     mixing_of,
     model_router_logits,
     run_chunk,
     sum_probabilities,
-    token_keys,
 )
 from lengthwise.program import Segment, far_peers
 from lengthwise.program.step_program import Message, Pass, Place, StepProgram, Turn, step_program
@@ -102,7 +99,7 @@ class StepContext:
     logits_at_once: LogitsAtOnce = "auto"
     offloading: Offloading | None = None
     parameters: Parameters | None = None
-    dropout: DropoutKey = ANY_KEY
+    dropout: DropoutKey = field(default_factory=DropoutKey)
     autocast: torch.dtype | None = None
 
     @property
@@ -168,13 +165,11 @@ class _Prepared:
     """The inputs of a forward pass.
 
     planned: its lowered attention. segments: this rank's segments. tensors: (input_ids, position_ids, shift_labels).
-    dropout: its random numbers, counted on from the chunks before it, or None if the model has no dropout.
     """
 
     planned: PlannedAttention
     segments: Sequence[Segment]
     tensors: Sequence[Tensor]
-    dropout: KeyedDropout | None
 
 
 class _RankStep:
@@ -200,10 +195,7 @@ class _RankStep:
         self._windows = frozenset[int | None]()  # of the layers that have run; complete after a microbatch
 
     def run(self) -> None:
-        context, program = self.context, self.program
-        if context.train and self.mesh.stages > 1:  # the layers of another stage may have dropout
-            self.mesh.world.phase = f"{context.name}, counting calls of dropout"
-            count_dropout_calls(self.model, self.mesh, self.chunks, context.kernel, self.device)
+        program = self.program
         if self._counts_routers:
             self._counts = count_choices(self.model, [])
         if program.counting is not None:
@@ -262,14 +254,18 @@ class _RankStep:
         planned.lower(self._windows, self.device)
         batch, segments = self.batch, program.segments(transport.rank)
         tensors = [to_device(tensor, self.device) for tensor in batch.tensors(segments)]
-        dropout = KeyedDropout(None) if self._has_dropout else None
-        if self._has_dropout and context.train:
-            keys = token_keys(context.dropout, batch.sequences(segments), batch.positions(segments))
-            keys = to_device(F.pad(keys, (0, planned.num_rows - len(keys))), self.device)  # of padding: 0
-            dropout = KeyedDropout(keys, calls=chunk.dropout_calls[self.model.training])
-        found = _Prepared(planned=planned, segments=segments, tensors=tensors, dropout=dropout)
+        found = _Prepared(planned=planned, segments=segments, tensors=tensors)
         self._prepared[place] = found
         return found
+
+    def _dropping(self, place: Place) -> AbstractContextManager[object]:
+        """Drop by the seed of this forward inside the block, and in evaluations nothing."""
+        if not self._has_dropout:
+            return nullcontext()
+        if not self.context.train:
+            return NoDropout()
+        seed = self.context.dropout.at(self.mesh.world.rank, place.microbatch, place.chunk)
+        return drawing(seed, self.device)
 
     def forward(self, action: Pass) -> None:
         """Run a chunk forward, and keep what its backward needs."""
@@ -290,7 +286,8 @@ class _RankStep:
             nullcontext() if cast is None else torch.autocast(self.device.type, dtype=cast),
             torch.set_grad_enabled(keeps),
             chunk.running(hidden),
-            apply_policy(self.model, planned, policy, prepared.dropout),
+            self._dropping(action.place),
+            apply_policy(self.model, planned, policy, draws=self._has_dropout),
         ):
             output = self._output(action, chunk, prepared, routers)
         self._windows |= planned.windows

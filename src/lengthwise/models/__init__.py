@@ -20,13 +20,11 @@ from lengthwise.models.computing import (
 )
 from lengthwise.models.double import keep_double
 from lengthwise.models.dropout import (
-    ANY_KEY,
     DropoutKey,
-    KeyedDropout,
+    NoDropout,
+    drawing,
     has_dropout,
-    rows_dropout,
-    sequence_dropout,
-    token_keys,
+    stop_dropping,
 )
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit, score_cap
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
@@ -59,7 +57,6 @@ from lengthwise.models.router import (
 from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
 __all__ = [
-    "ANY_KEY",
     "DTYPES",
     "FAMILIES",
     "ROUTER_FAMILIES",
@@ -67,10 +64,10 @@ __all__ = [
     "Chunk",
     "Computing",
     "DropoutKey",
-    "KeyedDropout",
     "LogitsAtOnce",
     "ModelSource",
     "ModelStage",
+    "NoDropout",
     "RouterBalance",
     "apply_policy",
     "build_adapted",
@@ -91,6 +88,7 @@ __all__ = [
     "copy_processor",
     "count_choices",
     "count_parameters",
+    "drawing",
     "experts_of",
     "find_model",
     "has_balance_loss",
@@ -109,17 +107,15 @@ __all__ = [
     "plain_attention",
     "plain_output",
     "position_limit",
-    "rows_dropout",
     "run_chunk",
     "run_layers",
     "save_adapter",
     "save_model",
     "score_cap",
-    "sequence_dropout",
+    "stop_dropping",
     "sum_probabilities",
     "text_config",
     "text_part",
-    "token_keys",
     "token_loss",
     "token_losses",
     "whole_model",

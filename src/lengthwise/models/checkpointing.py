@@ -21,7 +21,6 @@ from lengthwise.attention import ActivationPolicy, PlannedAttention, Recomputati
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.models.double import as_here
-from lengthwise.models.dropout import KeyedDropout
 from lengthwise.models.modules import modules_of
 
 _REMEDY = "This model can only be trained with `recompute: none`."
@@ -39,21 +38,23 @@ def check_recompute(model: Any, kind: str) -> None:
 
 @contextlib.contextmanager
 def apply_policy(
-    model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, dropout: KeyedDropout | None = None
+    model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, *, draws: bool = False
 ) -> Iterator[None]:
-    """Save only the activations that `policy` names; backward recomputes the rest, with the same dropout.
+    """Save only the activations that `policy` names; backward recomputes the rest.
+
+    draws: whether the forward draws random numbers, which the recomputation then draws again.
 
     Raises:
         ModelRefused: a layer did not run in Hugging Face's wrap.
     """
     saving = nullcontext() if policy.saver is None else policy.saver.saving()
-    with saving, dropout or nullcontext(), _recomputing(model, planned, policy, dropout):
+    with saving, _recomputing(model, planned, policy, draws=draws):
         yield
 
 
 @contextlib.contextmanager
 def _recomputing(
-    model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, dropout: KeyedDropout | None
+    model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, *, draws: bool
 ) -> Iterator[None]:
     if policy.recompute == "none":
         yield
@@ -64,15 +65,14 @@ def _recomputing(
         if not torch.is_grad_enabled():  # a forward that saves nothing, such as a loss's for its metrics
             return forward(*arguments)
         layer = Recomputation(planned, keeps_attention=policy.recompute == "all_but_attention", saver=policy.saver)
-        again = [] if dropout is None else [dropout.again()]  # continues from this layer's start
         # torch stops a recomputation once everything saved is there. Attention saves after its ring, so no ring is
         # left halfway.
         return checkpoint(
             forward,
             *arguments,
             use_reentrant=False,
-            preserve_rng_state=False,  # random numbers are keyed
-            context_fn=lambda: (layer, _All(layer, precision, *again)),
+            preserve_rng_state=draws,
+            context_fn=lambda: (layer, _All(layer, precision)),
         )
 
     if not all(module.training for module in wrapped):

@@ -18,11 +18,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lengthwise.attention import AttentionNeeds, BlockKernel, Faults, check_attention, choose_kernel
 from lengthwise.config import TrainingSettings
-from lengthwise.core.errors import ConfigError
 from lengthwise.core.packages import installed_version
 from lengthwise.models.adapter import leave_attention_eager
 from lengthwise.models.checkpointing import wrapped_layers
-from lengthwise.models.dropout import asks_for_dropout, has_dropout
 from lengthwise.models.experts import choose_experts, expert_weights, needs_of, taking_experts
 from lengthwise.models.families import attention_heads, has_windows, largest_head_dim, score_cap
 from lengthwise.models.fused_layers import (
@@ -63,8 +61,6 @@ def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on
         ConfigError: it cannot.
     """
     check_attention(computing.attention, attention_needs(config, dtype), on_gpus=on_gpus)
-    if computing.compile and asks_for_dropout(config):
-        raise refuse_compiled_dropout()
     choose_fused(computing.fused_layers, _fused_needs(config, computing, dtype=dtype, on_gpu=on_gpus))
     if computing.experts != "auto":
         choose_experts(computing.experts, needs_of(build_skeleton(config), dtype, on_gpu=on_gpus, capability=None))
@@ -197,8 +193,6 @@ def choose_layers(
     elif on_gpu:  # the CPU has none
         report(f"fused layers: off; because {reason}")
     if computing.compile:
-        if has_dropout(model):
-            raise refuse_compiled_dropout()
         forwards, done = compiled_forwards(model)
         report(f"compile: {done}")
     every = dict.fromkeys((*modules_of(model), *(() if wrap is None else modules_of(wrap))))
@@ -206,12 +200,6 @@ def choose_layers(
         report("planned steps do not use what model.compile() has compiled: give compile=True to compile around plans")
     modules = [each for each in every if each._modules]  # others have no attention inside
     return Layers(model=model, forwards=forwards, experts=experts, modules=modules)
-
-
-def refuse_compiled_dropout() -> ConfigError:
-    """Return the error of a model with dropout whose layers are compiled."""
-    remedy = "Set compile: false, or the dropout of the model and its adapters to 0."
-    return ConfigError("compile", expected="false with dropout, whose calls are counted", got="true", remedy=remedy)
 
 
 def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpu: bool) -> FusedNeeds:

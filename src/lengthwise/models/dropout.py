@@ -1,24 +1,22 @@
-"""Dropout that does not depend on the plan: it is a function of seed, step, sequence, position and place.
+"""Dropout by torch's generator, which is seeded for every forward of a chunk on a rank.
 
-A token's key is made from the first four; the place is the number of dropout calls with p > 0 in the forward. Entry c
-is dropped if the lower 32 bits of mix(key, place, c), a step of SplitMix64 (Steele, Lea, Flood 2014), are below p 2^32:
-the same on every device. The recomputation of a layer counts from the layer's start. Costs a byte an entry until
-backward.
+What is dropped follows the plan. It is the same when backward computes a layer again, and when a step runs again under
+its plan on as many ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from lengthwise.core.errors import ModelRefused
 from lengthwise.models.modules import modules_of
 from lengthwise.models.text_part import text_config
 
@@ -32,88 +30,51 @@ DROPOUT_FAMILIES = (
     "starcoder2",
 )
 
-_AT_ONCE = 1 << 22  # entries
-_WORD = (1 << 64) - 1
-_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_OTHER_DRAWS = frozenset(
-    (
-        *(F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
-        *(torch.native_dropout, torch.bernoulli, torch.rand_like, torch.randn_like),
-        *(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_),
-    )
-)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutKey:
-    """The key of a step's random numbers, beside its sequences."""
+    """The seed of a run and the step, from which the seeds of the step's forwards follow."""
 
     seed: int = 0
     step: int = 0
 
+    def at(self, *place: int) -> int:
+        """Return the seed of a forward. place: rank, microbatch and chunk."""
+        digest = hashlib.blake2b(repr((self.seed, self.step, *place)).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
-ANY_KEY = DropoutKey()
-"""Key of passes outside of a run's steps, for comparisons and measurements."""
+
+@contextmanager
+def drawing(seed: int, device: torch.device) -> Iterator[None]:
+    """Draw random numbers from `seed` on inside the block; afterwards torch's generators are as before."""
+    on_gpu = device.type == "cuda"
+    with torch.random.fork_rng([device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        yield
 
 
-class KeyedDropout(TorchFunctionMode):
-    """Replaces `torch.nn.functional.dropout` inside the block by keyed dropout.
+class NoDropout(TorchFunctionMode):
+    """Drops nothing inside the block, as an evaluation in training mode. calls: number of calls that would have."""
 
-    keys: keys of the rows, (rows,) int64. If None, nothing is dropped, as in an evaluation. calls: dropout calls of the
-    forward so far.
-
-    Raises:
-        ModelRefused: the model uses other random numbers, or drops from a tensor without one row per token.
-    """
-
-    def __init__(self, keys: Tensor | None, *, calls: int = 0) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._keys, self.calls = keys, calls
-
-    def again(self) -> KeyedDropout:
-        """Return a copy that continues from here, for a recomputation in backward."""
-        return KeyedDropout(self._keys, calls=self.calls)
+        self.calls = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, or keyed dropout in its place."""
+        """Run the operation, or nothing in place of dropout."""
         if func is F.dropout:
-            return self._drop(*args, **(kwargs or {}))
-        if func in _OTHER_DRAWS:
-            raise _refuse(f"random numbers by {getattr(func, '__name__', func)}")
+            return self._pass_on(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
-    def _drop(self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        del inplace  # callers take what is returned
-        if not training or p == 0 or self._keys is None:
-            return input
-        self.calls += 1
-        rows, x = len(self._keys), input
-        while x.dim() > 1 and len(x) == 1 != rows:  # dimensions of the batch, and of latents that all heads share
-            x = x[0]
-        if len(x) != rows:
-            raise _refuse(f"dropout of {tuple(input.shape)} in a microbatch of {rows} tokens")
-        return drop(x, p, self._keys, self.calls).view(input.shape)
-
-
-def drop(x: Tensor, p: float, keys: Tensor, place: int) -> Tensor:
-    """Return x (rows, ...) with dropped entries 0 and the others divided by 1 - p. keys: (rows,), int64."""
-    flat = x.reshape(len(x), -1)
-    kept = torch.empty(flat.shape, dtype=torch.bool, device=x.device)
-    columns = torch.arange(flat.shape[1], dtype=torch.int64, device=x.device)
-    at_once = max(1, _AT_ONCE // max(1, flat.shape[1]))
-    for start in range(0, len(flat), at_once):
-        rows = slice(start, start + at_once)
-        drawn = _mix(_mix(keys[rows], place)[:, None], columns)
-        torch.ge(drawn.bitwise_and_(0xFFFFFFFF), round(p * 2**32), out=kept[rows])
-    return torch.where(kept.view(x.shape), x * (1 / (1 - p) if p < 1 else 0.0), 0.0)
-
-
-def token_keys(key: DropoutKey, sequences: Tensor, positions: Tensor) -> Tensor:
-    """Return the keys of tokens, (tokens,), from numbers of their sequences and positions, (tokens,) int64."""
-    start = _mix_number(_mix_number(0, key.seed), key.step)
-    return _mix(_mix(torch.full_like(sequences, _signed(start)), sequences), positions)
+    def _pass_on(self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        del inplace
+        self.calls += training and p > 0
+        return input
 
 
 def asks_for_dropout(config: Any) -> bool:
@@ -127,43 +88,11 @@ def has_dropout(model: nn.Module) -> bool:
     return modules or asks_for_dropout(model.config)
 
 
-def rows_dropout(model: nn.Module, keys: Callable[[], Tensor]) -> KeyedDropout | None:
-    """Return keyed dropout for the rows of a forward, or None for a model without dropout."""
-    return KeyedDropout(keys()) if has_dropout(model) else None
-
-
-def sequence_dropout(model: nn.Module, key: DropoutKey, sequence: int, tokens: Tensor) -> AbstractContextManager[Any]:
-    """Let a plain model drop as a planned one, on one whole sequence, (tokens,)."""
-
-    def keys() -> Tensor:
-        positions = torch.arange(len(tokens), device=tokens.device)
-        return token_keys(key, torch.full_like(positions, sequence), positions)
-
-    return rows_dropout(model, keys) or nullcontext()
-
-
-def _mix(state: Tensor, value: Tensor | int) -> Tensor:
-    """Return SplitMix64's output `value` steps after a state, with int64 as words of 64 bits."""
-    step = _signed(_STEP)
-    word = state + (value * step if isinstance(value, Tensor) else _signed(value * _STEP & _WORD))
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        word ^= (word >> shift) & (_WORD >> shift)
-        word *= _signed(factor)
-    word ^= (word >> 31) & (_WORD >> 31)
-    return word
-
-
-def _mix_number(state: int, value: int) -> int:
-    word = (state + value * _STEP) & _WORD
-    for shift, factor in ((30, _FIRST), (27, _SECOND)):
-        word = (word ^ (word >> shift)) * factor & _WORD
-    return word ^ (word >> 31)
-
-
-def _signed(word: int) -> int:
-    return word - (1 << 64) if word >> 63 else word
-
-
-def _refuse(got: str) -> ModelRefused:
-    remedy = "Set the model's dropout to 0, or use another model."
-    return ModelRefused("dropout", expected="dropout of one row per token", got=got, remedy=remedy)
+def stop_dropping(model: nn.Module) -> bool:
+    """Set a model's dropout to 0, and that of its adapters; return whether there was any."""
+    found = has_dropout(model)
+    for each in (*modules_of(model), text_config(model.config)):
+        for key in ("p",) if isinstance(each, nn.Dropout) else DROPOUT_KEYS:
+            if isinstance(getattr(each, key, None), float):
+                setattr(each, key, 0.0)
+    return found

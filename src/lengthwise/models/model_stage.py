@@ -12,7 +12,7 @@ import dis
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.shape import LayerCut
-from lengthwise.models.dropout import KeyedDropout
+from lengthwise.models.dropout import NoDropout
 from lengthwise.models.mixer_layers import count_mixers
 from lengthwise.models.model_source import ModelSource, build_model
 from lengthwise.models.own_rows import OwnRows, put_parameters
@@ -180,15 +180,15 @@ def check_stages(config: Any) -> None:
     received.hidden = torch.randn(1, _CHECKED_ROWS, _width(model), generator=torch.Generator().manual_seed(0))
     passed[0].instead = given = received.hidden
     ids = torch.zeros(1, _CHECKED_ROWS, dtype=torch.long)
-    drawing = KeyedDropout(torch.zeros(_CHECKED_ROWS, dtype=torch.long))
+    dropped = NoDropout()
     try:
-        with torch.no_grad(), drawing:
+        with torch.no_grad(), dropped:
             found = parts.decoder(input_ids=ids, position_ids=torch.arange(_CHECKED_ROWS)[None], use_cache=False)
         same = torch.equal(found.last_hidden_state, given)
         got = "a decoder that changes hidden states after its first layer, outside of its layers"
     except Exception as error:  # noqa: BLE001 - the model's own code, with other layers
         same, got = False, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    if drawing.calls:
+    if dropped.calls:
         raise _refused(model, "dropout only inside layers", "dropout after the embedding")
     if not same:
         raise _refused(model, "a decoder that changes hidden states only in its layers", got)
@@ -219,9 +219,8 @@ class Chunk:
 
     is_first: whether the input are ids; otherwise hidden states (1, rows, width). is_last: whether the result is the
     loss; otherwise hidden states. num_layers: number of layers, or None for all. layers_passed: number of layers that
-    mix tokens and that the chunk does not run. dropout_calls: dropout calls of a forward before the chunk, by whether
-    the model trains, once counted. running: makes the model this chunk inside a block, on hidden states, or on ids if
-    None.
+    mix tokens and that the chunk does not run. running: makes the model this chunk inside a block, on hidden states, or
+    on ids if None.
     """
 
     number: int = 0
@@ -230,7 +229,6 @@ class Chunk:
     num_layers: int | None = None
     layers_passed: int = 0
     width: int = 0
-    dropout_calls: dict[bool, int] = field(default_factory=lambda: {False: 0, True: 0})
     running: Callable[[Tensor | None], AbstractContextManager[Any]] = nullcontext
 
 
@@ -357,7 +355,6 @@ class ModelStage:
             num_layers=len(self.chunks[number]),
             layers_passed=count_mixers(config) - count_mixers(config, self.chunks[number]),
             width=_width(self.model),
-            dropout_calls={},
             running=partial(self._running, number),
         )
 

@@ -1,6 +1,6 @@
 """The reference of `verify`: plain Hugging Face and torch in one process, without our engine.
 
-It shares with us only the data, the random keys of dropout, and the building of a model from Hugging Face's classes.
+It shares with us only the data, and the building of a model from Hugging Face's classes.
 """
 
 from __future__ import annotations
@@ -15,14 +15,11 @@ from torch import Tensor, nn
 
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.models import (
-    ANY_KEY,
-    DropoutKey,
     coefficient_key,
     experts_of,
     has_balance_loss,
     keep_double,
     plain_output,
-    sequence_dropout,
     token_loss,
 )
 
@@ -45,13 +42,12 @@ def plain_gradients(
     ids: Sequence[int],
     dtype: torch.dtype,
     *,
-    dropout: DropoutKey = ANY_KEY,
     on_phase: Callable[[str], None] = lambda _phase: None,
 ) -> Reference:
     """Compute loss and gradients of a plain Hugging Face model in this process, one sequence at a time.
 
     On purpose this does not use the code under test for shifting labels, counting loss tokens and summing gradients:
-    logits of all but the last position meet labels of all but the first. Dropout draws by the key `dropout`.
+    logits of all but the last position meet labels of all but the first.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter in model.parameters():
@@ -65,8 +61,7 @@ def plain_gradients(
     )
 
     def run(number: int) -> Any:
-        with sequence_dropout(model, dropout, ids[number], sequences[number]):
-            return plain_output(model, sequences[number])
+        return plain_output(model, sequences[number])
 
     weights = [_plain_weights(dataset, i, each) for i, each in zip(ids, labels, strict=True)]
     together = sum(each.sum(dtype=torch.float64).item() for each in weights)

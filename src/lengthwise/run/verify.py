@@ -26,7 +26,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.placing import trainable
 from lengthwise.engine.shortage import reporting_shortage
-from lengthwise.models import ANY_KEY, DTYPES, build_adapted, has_states, keep_double, plain_attention
+from lengthwise.models import DTYPES, build_adapted, has_states, keep_double, plain_attention, stop_dropping
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import HeadRange
 from lengthwise.run.building import laid_out, open_session
@@ -201,7 +201,10 @@ def _open(job: Job, world: World, transport: Transport, say: Callable[[str], Non
     optimizer = OptimizerConfig.model_validate({"name": "sgd", "offload": job.config.optimizer.offload})
     settings = {"optimizer": optimizer, "capacity_tokens": held_before_measuring(job)}
     job = replace(job, config=job.config.model_copy(update=settings))
-    return open_session(job, world, transport, say=say, draws_both=True)
+    session = open_session(job, world, transport, say=say, draws_both=True)
+    if stop_dropping(session.engine.model):
+        say("dropout is off in this comparison: what it drops follows the plan")
+    return session
 
 
 def _run_plan(
@@ -214,8 +217,6 @@ def _run_plan(
         parameters.published()
         for values in parameters.read_by_forward():
             values.copy_(values.to(rounds_to))
-    engine.seed = ANY_KEY.seed
-    session.runner.steps = ANY_KEY.step - 1
     session.runner.end = _Comparison()
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
     is_whole = session.shard == "zero1" and job.config.stages == 1
@@ -310,7 +311,9 @@ def _expected(
 
 def _build(job: Job, **options: Any) -> nn.Module:
     """Build the job's model, with both matrices of adapters random: next to zeros half of them had no gradient."""
-    return build_adapted(job.model, job.config.lora, seed=job.config.seed, draws_both=True, **options)
+    model = build_adapted(job.model, job.config.lora, seed=job.config.seed, draws_both=True, **options)
+    stop_dropping(model)
+    return model
 
 
 def gradient_differences(gradients: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -38,13 +38,13 @@ _MODE = "mode of the model, as train() and eval() set it"
 _BALANCE = "balance loss of the routers"
 _DROPOUT = "dropout"
 _OF_STAGE = (_VALUES, _SLICES, _GRADIENTS, _DROPOUT)  # a stage has some of the parameters and layers
-_OWN = 7  # numbers of a rank before its digests
+_OWN = 6  # numbers of a rank before its digests
 
 
 class Agreement:
     """Compares the ranks of a session.
 
-    updates: the loop's own optimizer, or None without one. engine: forgets how dropout was once it changed on a rank.
+    updates: the loop's own optimizer, or None without one.
     """
 
     def __init__(
@@ -59,7 +59,6 @@ class Agreement:
         self._stage = None if engine.parameters is None else engine.parameters.stage
         self._parameters = dict(model.named_parameters())
         self._dropout = [each for each in modules_of(model) if isinstance(each, nn.Dropout)]
-        self._forget_dropout, self._dropout_before = engine.forget_dropout, self._dropout_now()
         self._versions = self._counted()
         self._leave_out_forwards(closing)
 
@@ -110,7 +109,7 @@ class Agreement:
                 wrong = error
         changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
         did: dict[str, Any] = {_VALUES: changed, _MODE: self._model.training}
-        did |= {_BALANCE: asked_coefficient(self._model), _DROPOUT: (dropout := self._dropout_now())}
+        did |= {_BALANCE: asked_coefficient(self._model), _DROPOUT: self._dropout_now()}
         did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
         if updates is not None:
             did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _CLEARS: updates.clears}
@@ -125,7 +124,6 @@ class Agreement:
         without = updates is not None and tied_name not in {"", *updates.with_gradient}
         is_both = updates is not None and updates.has_edited_weights and (bool(changed) or updates.has_edited_both())
         own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both), float(allows)]
-        own.append(float(dropout != self._dropout_before))
         assert len(own) == _OWN, own
         rows = share_numbers(self._transport, [*own, *map(_digest, did.values())])
         if wrong is not None:
@@ -140,9 +138,7 @@ class Agreement:
             updates.publish()
         elif self._stage is not None:
             self._share_tied(self._stage, rows[:, 1], rows[:, 2])
-        self._versions, self._dropout_before = self._counted(), dropout
-        if rows[:, 6].any():
-            self._forget_dropout()
+        self._versions = self._counted()
         return bool(rows[:, 5].all())
 
     def _refuse_others(self, rows: Tensor, did: Mapping[str, Any]) -> None:

@@ -28,12 +28,11 @@ from lengthwise.models import (
     DropoutKey,
     choose_mixers,
     choose_model_kernel,
-    has_dropout,
     text_config,
     whole_model,
 )
 from lengthwise.models.adapter import attending_by_plan
-from lengthwise.models.computing import Layers, refuse_compiled_dropout
+from lengthwise.models.computing import Layers
 from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
 
 
@@ -103,11 +102,6 @@ class Engine:
             return {"mesh": Mesh(self.transport, 1), "chunks": WHOLE_MODEL}
         return {"mesh": self.pipeline.mesh, "chunks": self.pipeline.stage.own}
 
-    def forget_dropout(self) -> None:
-        """Count the dropout calls of stages again at the next step: the loop has changed them. All ranks call it."""
-        for chunk in self.pipeline.stage.own.values() if self.pipeline is not None else ():
-            chunk.dropout_calls.clear()
-
     def next_token(self, batch: StepBatch, divisor: float | None = None) -> Objective:
         """Return the loss of the next token: its sum over a batch, divided by `divisor` or the batch's loss weight."""
         weight = batch.loss_weight if divisor is None else divisor
@@ -117,8 +111,6 @@ class Engine:
         """Run this rank's microbatches forward and, if `train`, backward. Collective."""
         kind, dtype = self.device.type, self.cast_dtype()
         kernel = self.kernel(dtype or self.dtype)
-        if train and self.computing.compile and has_dropout(self.model):  # the loop may have set it since
-            raise refuse_compiled_dropout()
         self.start_offloading()
         if self._offloading is not None:
             self._offloading.begin_step()
