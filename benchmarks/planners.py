@@ -1,12 +1,14 @@
 """Every planner on the same batches: one command, one table; nothing here is run, all is modelled.
 
     python benchmarks/planners.py [--rows long-256,tiny] [--seeds 8] [--planners lengthwise,static]
+    python benchmarks/planners.py --without annealing,slots+swaps
 
 Makespans are over the bound of the plan's own kind, which its notes hold (mean over seeds, worst in brackets), and come
 from `judge.py`, which shares no code with the package; `ring-bound-1024` has costs that it does not know and is scored
 by `score`. Bounds of two kinds differ, so the second table holds makespans over those of `lengthwise`, "equal" where
 the model cannot tell them apart. Plan times are process seconds of one core for a whole `plan_step`, bound and score
 included (median over seeds); a planner that refuses a batch of a row has - there.
+`--without` plans 500 steps with and without passes of `lengthwise` (`planner_passes.py`), some minutes per pass.
 `--seeds 1 --rows short-64,launch-32` takes half a minute; everything about half an hour of one core, most of it the
 200 programs of `tiny`. Planners may also be those of `rival_planners`.
 """
@@ -24,17 +26,14 @@ from judge import Coefficients, judge
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
 from lengthwise.program import check_plan
 from pages import Findings, markdown, modelled_gain, parse_options, verdict
+from planner_passes import COMPUTE, PASSES, TERMS, passes_table
 from rival_planners import register_rivals
 
 OURS = "lengthwise"
-COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
-TERMS = plain_cost(
-    quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3, version="four terms"
-)
 FAST = (OURS, "bytescale-naive", "power-of-two")  # others take minutes on 12,288 ranks
 WAVE_TOKENS = 131_072  # a rank and step
 
@@ -229,13 +228,18 @@ def main() -> None:
     arguments = parse_options(
         __doc__, rows=("", f"of {', '.join(names)} (default: all)"), seeds=8, tiny_cases=200,
         planners=",".join(CUTTING_PLANNERS),
+        without=("", f"of {', '.join(PASSES)}: what each buys; + joins those that are left out together"),
     )  # fmt: skip
     asked = arguments.rows.split(",") if arguments.rows else names
     if unknown := set(asked) - set(names):
         raise SystemExit(f"no rows {', '.join(sorted(unknown))}; there are {', '.join(names)}")
     planners, start = arguments.planners.split(","), time.process_time()
     register_rivals(planners)
-    findings = Findings("planners")
+    findings = Findings("passes" if arguments.without else "planners")
+    if arguments.without:
+        findings.add(passes_table(arguments.without))
+        findings.sign("Modelled", "one of two shared cores", arguments.out)
+        return
     parts = {"waves": waves_table(arguments.seeds), "tiny": tiny_table(arguments.tiny_cases)}
     if set(asked) - set(parts):
         findings.add(main_tables(asked, planners, arguments.seeds))
