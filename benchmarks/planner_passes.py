@@ -183,4 +183,4 @@ def passes_table(asked: str) -> Iterator[str]:
             yield [" + ".join(names), str(len(lost)), f"{mean:.3f}", f"{max(lost.values(), default=0):.2f}", worst,
                    f"{took:.0f}"]  # fmt: skip
 
-    yield from markdown("without | steps that change | mean loss % | worst % | worst step | seconds of planning", rows())
+    yield from markdown("without | steps that change | mean loss % | worst % | worst step | planning s", rows())

@@ -1,9 +1,8 @@
 """Makes the candidate plans of a step and takes the best: all are finished and scored here, and nowhere else.
 
-The planner makes a candidate for each set of choices (offload, heads). Small steps of `lengthwise` also try all other
-planners and annealing; pipelines also try shelves and slots. docs/decisions/other-planners-as-candidates.md. Planners
-decide degrees, at the prices of the best choices (`Cost.choosing`); `write_offload` and `split_heads` write the
-choices.
+The planner makes a candidate for each set of choices (offload, heads). Small steps of `lengthwise` are annealed, too;
+pipelines also try shelves and slots. What each pass buys: docs/decisions/placement-levels.md. Planners decide degrees,
+at the prices of the best choices (`Cost.choosing`); `write_offload` and `split_heads` write the choices.
 """
 
 from __future__ import annotations
@@ -19,21 +18,16 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choice, Cost
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
-from lengthwise.planner.plan_options import CHOICES, PlanOptions
+from lengthwise.planner.plan_options import PlanOptions
 from lengthwise.planner.problem.effort import (
-    FAR,
     GOOD_ENOUGH,
-    HEADS_FACTOR,
     HEADS_SECONDS,
-    LARGE_STEP,
-    SEQUENCE_SECONDS,
     SMALL_STEP,
-    WAVE_SECONDS,
 )
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
 from lengthwise.planner.problem.step_lengths import NEARLY
-from lengthwise.planner.registry import BASELINES, PLANNERS, check_registered, find_planner
+from lengthwise.planner.registry import PLANNERS, check_registered, find_planner
 from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_schedule, plan_pipeline
 from lengthwise.planner.schedules.waves import plan_waves
 from lengthwise.program.features import with_requires
@@ -204,39 +198,11 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
 
 
 def _offer_searched(request: PlanRequest, selection: Selection) -> None:
-    """Offer the plan of the search; for small steps also those of all other planners, annealed."""
-    made = [find_planner("lengthwise")(request)]
-    selection.offer(made[0])
-    if is_worth_others(request, selection):
-        others = request if request.context_tokens is None else replace(request, context_tokens=None)
-        for planner in (*BASELINES, plan_waves):  # in lock-step, which ends no later without the lock
-            made.append(planner(others))
-            selection.offer(made[-1])
+    """Offer the plan of the search, and for small steps the same plan annealed."""
+    made = find_planner("lengthwise")(request)
+    selection.offer(made)
     if len(request.tokens) * request.cluster.ranks <= MOST_WORK:
-        drafts = [request.draft(each) for each in made]
-        ends = [score(draft, request.cost, speeds=request.speeds).makespan_seconds for draft in drafts]
-        first = ends.index(min(ends))
-        for start in sorted({first} if request.priced_stages == 1 else {0, first}):  # stages may turn the order
-            if ends[start] > request.bound_seconds * GOOD_ENOUGH:
-                selection.offer(anneal(request, made[start], ends[start]))
+        end_seconds = score(request.draft(made), request.cost, speeds=request.speeds).makespan_seconds
+        if end_seconds > request.bound_seconds * GOOD_ENOUGH:
+            selection.offer(anneal(request, made, end_seconds))
 
-
-def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
-    """Return whether other planners could end enough earlier; if no bound holds, the step's size decides."""
-    size, makespan_seconds = len(request.tokens) * request.cluster.ranks, selection.seconds
-    if request.planning_seconds < others_seconds(request):
-        return False
-    if request.priced_stages > 1 or selection.options.heads not in CHOICES:
-        return size <= SMALL_STEP
-    if size > SMALL_STEP:
-        return size <= LARGE_STEP and not request.cost.chooses and makespan_seconds > request.bound_seconds * FAR
-    if request.cost.chooses_by_degree or selection.options.heads == "auto":  # each price takes several times longer
-        return makespan_seconds > request.bound_seconds * FAR
-    return makespan_seconds > min(request.bound_seconds, request.packed_bound_seconds) * GOOD_ENOUGH
-
-
-def others_seconds(request: PlanRequest) -> float:
-    """Return an estimate of the seconds that the plans of all other planners take to make."""
-    filled = max(request.cluster.ranks, int(request.lengths.sum()) / request.cluster.capacity_tokens)
-    seconds = SEQUENCE_SECONDS * len(request.tokens) + WAVE_SECONDS * filled
-    return seconds * (HEADS_FACTOR if request.cost.choices.splits_heads else 1)

@@ -35,7 +35,6 @@ _BUILT_IN: Mapping[str, Planner] = {
 }
 PLANNERS = tuple(_BUILT_IN)
 CUTTING_PLANNERS = tuple(name for name in PLANNERS if name != PACKED_DP)  # planners for any lengths
-BASELINES = (plan_single_degree, plan_static, plan_bytescale, plan_bytescale_naive, plan_power_of_two)
 _registered: dict[str, Planner] = {}
 
 

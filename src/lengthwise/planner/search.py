@@ -1,7 +1,7 @@
 """The search of this package: cut sequences to a level, place rings on the line of ranks, pack short sequences.
 
 1. Levels lie between the makespan bound and the best so far; each sequence is cut until it takes no longer than a
-level. 2. Rings are placed widest first, with backfilling, longest first (`line`), and by skyline packing (`skyline`).
+level. 2. Rings are placed widest first, longest first (`line`), and by skyline packing (`skyline`).
 3. Packs of short sequences fill gaps and level the ends (`level_ends`), the most promising placement first.
 
 Tries are counted, never timed. Source: Turek et al., SPAA 1992; docs/decisions/placement-levels.md.
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from lengthwise.core.held import held_at_most
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.placement.level_ends import LocalPack, Rooms, fill_gaps, level_ends
-from lengthwise.planner.placement.line import PlacedRings, Ring, place_rings
+from lengthwise.planner.placement.line import PlacedRings, place_rings
 from lengthwise.planner.placement.short_sequences import ShortSequences
 from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.problem.degrees import DegreeTable
@@ -30,10 +30,8 @@ from lengthwise.program.ring_order import interval_microbatch
 FRACTIONS = (1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64)  # levels, as shares of the bound
 _CROWDED = 4  # rings per rank; with more, only the skyline keeps the line full
 _STEPS = 20_000  # budget: sequences packed, and rings x thousands of ranks placed; beside two packings (far: six)
-_MOST_STACKED = 12  # rings in a row on the same ranks; with more, little time is left over
-_NEARLY_WHOLE = 0.8  # a ring that fills this share of its part of the time is not cut further
 
-Way = Literal["widest", "backfilled", "longest", "skyline"]
+Way = Literal["widest", "longest", "skyline"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,33 +118,16 @@ class ScheduleSearch:
         self._waiting.clear()
 
     def _try_level(self, level: float, table: DegreeTable) -> None:
-        degrees = table.grown(level * self.bound)
-        self._place(degrees, table)
-        if not (self.over or self._crowded):
-            self._place(self._stacked(degrees, level * self.bound, table), table)
-
-    def _stacked(self, degrees: NDArray[np.int64], seconds: float, table: DegreeTable) -> NDArray[np.int64]:
-        """Widen rings so that two, three ... in a row end together with one of `seconds`."""
-        took = table.seconds_at(self.request.lengths, degrees)
-        for parts in range(2, _MOST_STACKED + 1):
-            between = (took > seconds / parts) & (took < _NEARLY_WHOLE * seconds / (parts - 1)) & (degrees > 1)
-            if np.any(between):
-                degrees = np.where(between & ((wider := table.within(seconds / parts)) <= table.most), wider, degrees)
-                took = table.seconds_at(self.request.lengths, degrees)
-        return degrees
-
-    def _place(self, degrees: NDArray[np.int64], table: DegreeTable) -> None:
         """Place rings in each way, pack promising placements, and note what multiple of the bound is in reach."""
-        request = self.request
+        request, degrees = self.request, table.grown(level * self.bound)
         if degrees.tobytes() in self._tried:
             return
         self._tried.add(degrees.tobytes())
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
         widest = table.most if request.useful_degrees is None else degrees
-        ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "backfilled", "longest", "skyline"]
+        ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "longest", "skyline"]
         if request.speeds is not None and len(ways) > 1:
-            ways = ["backfilled", "longest", "skyline", "widest"]  # with many ranks the budget suffices for two
-        before: list[Ring] | None = None
+            ways = ["longest", "widest", "skyline"]  # with many ranks the budget suffices for two
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._is_spent and self._waiting):
                 break
@@ -154,9 +135,6 @@ class ScheduleSearch:
                 continue
             placed = place(request, degrees, way, widest)
             self._left -= len(placed.line.rings) * (1 + request.cluster.ranks // 1000)
-            if placed.line.rings == before:
-                continue  # there was nothing to backfill
-            before = placed.line.rings
             reached = placed.least_seconds
             if reached <= self.bound * (FAR if self._crowded else GOOD_ENOUGH):
                 self._pack(placed)
@@ -186,7 +164,7 @@ def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: ND
     if way != "skyline":
         timed = list(zip(*rows, (seconds[order] + cost.fixed_seconds).tolist(), strict=True))
         request.topology.prepare(lengths[cut], degrees[cut])
-        line = place_rings(timed, ranks, backfilled=way == "backfilled", extra_seconds=request.ring_extra_seconds)
+        line = place_rings(timed, ranks, extra_seconds=request.ring_extra_seconds)
     else:
         moldable = [
             Moldable(sequence=i, length=request.tokens[i], degree=degree, most=most, seconds=alone)
