@@ -44,18 +44,11 @@ class Pass:
 
 
 PASSES = {
-    "backfilling": Pass(
-        {
-            P + "placement.line.RankLine.backfill": lambda *_: False,
-            P + "placement.line.RankLine._remember_holes": lambda *_: None,
-        }
-    ),
-    "stacking": Pass({P + "search.ScheduleSearch._stacked": lambda _self, degrees, *_: degrees}),
+    "longest": Pass({P + "search.WAYS": ("widest", "skyline")}),
+    "backfilling": Pass({P + "placement.line.RankLine.backfill": lambda *_: False}),
     "others": Pass({P + "portfolio.is_worth_others": lambda *_: False}),
     "shelves": Pass({P + "schedules.pipeline.plan_shelves": lambda *_: []}, PIPELINES),
     "waves": Pass({P + "schedules.waves._ways": lambda _builder: [(0.01, None)]}, ("waves",)),
-    "both-heads": Pass({P + "portfolio._ways_of_heads": lambda *_: (False,)}),
-    "plain-heads": Pass({P + "portfolio._ways_of_heads": lambda *_: (True,)}),
     "fractions": Pass({P + "search.FRACTIONS": ()}),
     "borders": Pass({P + "problem.topology.Topology._added_by_border": lambda *_: (0.0, 0.0)}),
     "slots": Pass({P + "portfolio.plan_pipeline": lambda *_: []}, PIPELINES),

@@ -54,6 +54,13 @@ def test_tries_are_counted_from_the_bound(share: float, monkeypatch) -> None:
     assert placed <= 2 * share * plan.notes["bound_seconds"] / CHANGE_SECONDS + 2 * starts
 
 
+def test_other_planners_are_not_asked_for_a_step_that_is_shorter_than_they(monkeypatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(portfolio, "BASELINES", (lambda request: asked.append("baseline"),))
+    plan_step(TOKENS, FEW, COST, _options(0.1))
+    assert asked == []
+
+
 @pytest.mark.parametrize(("share", "tables", "variants"), [(0.1, 1, 1), (None, 2, 2)])
 def test_a_step_that_is_short_is_searched_in_one_table_and_without_split_heads(share, tables, variants, monkeypatch):
     """Heads are split afterwards all the same, wherever that is quicker."""

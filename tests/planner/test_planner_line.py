@@ -1,4 +1,4 @@
-"""Rings on the line of ranks: as early as any place allows, and packed by the skyline."""
+"""Rings on the line of ranks: as early as any place allows, in holes, and packed by the skyline."""
 
 from dataclasses import replace
 
@@ -43,6 +43,20 @@ def test_place_rings_ends_each_as_early_as_any_interval_allows(data, ranks, node
     work = sum(ring.degree * ring.seconds for ring in line.rings)
     assert work + sum(seconds for *_, seconds in line.gaps.longest_first(0.0)) == clock.sum()
     assert work == line.busy_seconds
+
+
+def test_place_rings_backfills_at_the_end_of_a_hole_where_it_is_quicker() -> None:
+    """The hole is ranks 3 to 7 until 5; from 3 a ring of 2 would cross a border (nodes of 4) and be too long."""
+    rows = [(0, 3, 5.0), (1, 8, 2.0), (2, 2, 4.0)]
+
+    def extra(_sequence: int, degree: int) -> Extras | None:
+        more = np.where(np.arange(8 - degree + 1) % 4 + degree > 4, 2.0, 0.0)
+        return Extras(lambda some: (more[some], more[some])) if degree <= 4 else None
+
+    line = place_rings(rows, 8, backfilled=True, extra_seconds=extra)
+    assert [(ring.sequence, ring.first, ring.seconds) for ring in line.rings] == [(0, 0, 5), (2, 6, 4), (1, 0, 2)]
+    waits = line.gaps.longest_first(0.0)
+    assert waits == [(3, -1, 2, 5.0), (4, -1, 2, 5.0), (5, -1, 2, 5.0), (6, 1, 2, 1.0), (7, 1, 2, 1.0)]
 
 
 LINEAR = Cost(linear_seconds=1.0)

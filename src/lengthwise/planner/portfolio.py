@@ -1,8 +1,9 @@
 """Makes the candidate plans of a step and takes the best: all are finished and scored here, and nowhere else.
 
-The planner makes a candidate for each set of choices (offload, heads). Small steps of `lengthwise` are annealed, too;
-pipelines also try shelves and slots. What each pass buys: docs/decisions/placement-levels.md. Planners decide degrees,
-at the prices of the best choices (`Cost.choosing`); `write_offload` and `split_heads` write the choices.
+The planner makes a candidate for each set of choices (offload, heads). Small steps of `lengthwise` also try other
+planners and annealing; pipelines also try shelves and slots. docs/decisions/other-planners-as-candidates.md. Planners
+decide degrees, at the prices of the best choices (`Cost.choosing`); `write_offload` and `split_heads` write the
+choices.
 """
 
 from __future__ import annotations
@@ -17,12 +18,18 @@ from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choice, Cost
+from lengthwise.planner.baselines.single_degree import plan_single_degree
+from lengthwise.planner.baselines.static import plan_static
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
 from lengthwise.planner.plan_options import PlanOptions
 from lengthwise.planner.problem.effort import (
+    FAR,
     GOOD_ENOUGH,
+    HEADS_FACTOR,
     HEADS_SECONDS,
+    SEQUENCE_SECONDS,
     SMALL_STEP,
+    WAVE_SECONDS,
 )
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
@@ -34,6 +41,7 @@ from lengthwise.program.features import with_requires
 from lengthwise.program.ring_order import ring_order
 
 _SPLIT_AT_ONCE = frozenset(("static", "power-of-two", "bytescale", "bytescale-naive"))  # memory decides their degrees
+_OTHERS = (plan_single_degree, plan_static, plan_waves)  # in lock-step, which ends no later without the lock
 _DIGITS = 6  # of an offload ratio; rounded up
 
 
@@ -178,9 +186,9 @@ def _variants(widest: Cost, longest_tokens: int, cluster: Cluster, *, heads: Seq
 
 
 def _ways_of_heads(request: PlanRequest, options: PlanOptions) -> tuple[bool, ...]:
-    """Return whether to try degrees chosen without splitting heads, with it, or both."""
+    """Return whether to try degrees chosen without splitting heads, with it, or (small steps of others) both."""
     if options.planner == "lengthwise":
-        return (False, True) if request.planning_seconds >= HEADS_SECONDS else (False,)
+        return (request.planning_seconds >= HEADS_SECONDS,)
     is_small = len(request.tokens) * request.cluster.ranks <= SMALL_STEP
     gains_nothing = options.planner in _SPLIT_AT_ONCE and request.priced_stages == 1
     return (False, True) if is_small and not gains_nothing else (True,)
@@ -198,11 +206,33 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
 
 
 def _offer_searched(request: PlanRequest, selection: Selection) -> None:
-    """Offer the plan of the search, and for small steps the same plan annealed."""
-    made = find_planner("lengthwise")(request)
-    selection.offer(made)
+    """Offer the plan of the search; for small steps also those of some other planners, annealed."""
+    made = [find_planner("lengthwise")(request)]
+    selection.offer(made[0])
+    if is_worth_others(request, selection):
+        others = request if request.context_tokens is None else replace(request, context_tokens=None)
+        for planner in _OTHERS:
+            made.append(planner(others))
+            selection.offer(made[-1])
     if len(request.tokens) * request.cluster.ranks <= MOST_WORK:
-        end_seconds = score(request.draft(made), request.cost, speeds=request.speeds).makespan_seconds
-        if end_seconds > request.bound_seconds * GOOD_ENOUGH:
-            selection.offer(anneal(request, made, end_seconds))
+        drafts = [request.draft(each) for each in made]
+        ends = [score(draft, request.cost, speeds=request.speeds).makespan_seconds for draft in drafts]
+        first = ends.index(min(ends))
+        for start in sorted({first} if request.priced_stages == 1 else {0, first}):  # stages may turn the order
+            if ends[start] > request.bound_seconds * GOOD_ENOUGH:
+                selection.offer(anneal(request, made[start], ends[start]))
 
+
+def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
+    """Return whether other planners could end enough earlier, on a small step that pays for them."""
+    is_small = len(request.tokens) * request.cluster.ranks <= SMALL_STEP
+    if not is_small or request.planning_seconds < others_seconds(request):
+        return False
+    return selection.seconds > min(request.bound_seconds, request.packed_bound_seconds) * FAR
+
+
+def others_seconds(request: PlanRequest) -> float:
+    """Return an estimate of the seconds that the plans of the other planners take to make."""
+    filled = max(request.cluster.ranks, int(request.lengths.sum()) / request.cluster.capacity_tokens)
+    seconds = SEQUENCE_SECONDS * len(request.tokens) + WAVE_SECONDS * filled
+    return seconds * (HEADS_FACTOR if request.cost.choices.splits_heads else 1)

@@ -1,7 +1,7 @@
 """The search of this package: cut sequences to a level, place rings on the line of ranks, pack short sequences.
 
 1. Levels lie between the makespan bound and the best so far; each sequence is cut until it takes no longer than a
-level. 2. Rings are placed widest first, longest first (`line`), and by skyline packing (`skyline`).
+level. 2. Rings are placed widest first with backfilling, longest first (`line`), and by skyline packing (`skyline`).
 3. Packs of short sequences fill gaps and level the ends (`level_ends`), the most promising placement first.
 
 Tries are counted, never timed. Source: Turek et al., SPAA 1992; docs/decisions/placement-levels.md.
@@ -32,6 +32,7 @@ _CROWDED = 4  # rings per rank; with more, only the skyline keeps the line full
 _STEPS = 20_000  # budget: sequences packed, and rings x thousands of ranks placed; beside two packings (far: six)
 
 Way = Literal["widest", "longest", "skyline"]
+WAYS: tuple[Way, ...] = ("widest", "longest", "skyline")  # with many ranks the budget suffices for two
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,9 +126,7 @@ class ScheduleSearch:
         self._tried.add(degrees.tobytes())
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
         widest = table.most if request.useful_degrees is None else degrees
-        ways: list[Way] = ["widest"] if degrees.max() == 1 else ["widest", "longest", "skyline"]
-        if request.speeds is not None and len(ways) > 1:
-            ways = ["longest", "widest", "skyline"]  # with many ranks the budget suffices for two
+        ways = WAYS if degrees.max() > 1 else WAYS[:1]
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._is_spent and self._waiting):
                 break
@@ -153,7 +152,7 @@ class ScheduleSearch:
 
 
 def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: NDArray[np.int64]) -> Placed:
-    """Place rings on the line by degree, then time; `longest`: by time, then degree; `skyline`: widen to `widest`."""
+    """Place rings by degree, then time, and backfill; `longest`: by time, then degree; `skyline`: widen to `widest`."""
     lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
     seconds = cost.ring_piece_seconds(lengths, degrees)
     is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # one that offloads on one rank is alone
@@ -164,7 +163,7 @@ def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: ND
     if way != "skyline":
         timed = list(zip(*rows, (seconds[order] + cost.fixed_seconds).tolist(), strict=True))
         request.topology.prepare(lengths[cut], degrees[cut])
-        line = place_rings(timed, ranks, extra_seconds=request.ring_extra_seconds)
+        line = place_rings(timed, ranks, backfilled=way == "widest", extra_seconds=request.ring_extra_seconds)
     else:
         moldable = [
             Moldable(sequence=i, length=request.tokens[i], degree=degree, most=most, seconds=alone)

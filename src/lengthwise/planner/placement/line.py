@@ -1,7 +1,7 @@
 """Rings on the line of ranks, widest first: list scheduling of tasks that need neighbouring ranks together.
 
-Each ring takes the interval in which it ends earliest; gaps are left to local packs. One ring costs a few array
-operations over the ranks.
+Each ring takes the interval in which it ends earliest, or, with backfilling, a hole that wider ones left; gaps are left
+to local packs. One ring costs a few array operations over the ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lengthwise.planner.problem.effort import OPEN
 from lengthwise.planner.problem.step_lengths import ROUNDING
 from lengthwise.planner.problem.topology import Extras, window_max, window_sum
 
@@ -27,6 +28,15 @@ class Ring(NamedTuple):
     degree: int
     start_seconds: float
     seconds: float  # launch included
+
+
+class Hole(NamedTuple):
+    """Neighbouring ranks [first, end) that wait together from `start_seconds` until `end_seconds`."""
+
+    first: int
+    end: int
+    start_seconds: float
+    end_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +87,38 @@ class RankLine:
     def __init__(self, ranks: int) -> None:
         self.free = np.zeros(ranks)
         self.rings: list[Ring] = []
+        self._holes: list[Hole] = []
 
     def put(self, sequence: int, first: int, degree: int, seconds: float) -> float:
         """Run a ring on [first, first + degree) as soon as all are free; return when it ends."""
         part = self.free[first : first + degree]
         start = float(part.max())
+        if part.min() < start:
+            self._remember_holes(first, part, start)
         end = start + seconds
         part[:] = end
         self.rings.append(Ring(sequence, first, degree, start, seconds))
         return end
+
+    def backfill(self, sequence: int, degree: int, seconds: float, extra: Extras | None) -> bool:
+        """Run a ring in the hole that it fills best, by width, then by time; return whether there is one."""
+        fitting = [
+            (hole.end - hole.first, hole.end_seconds - hole.start_seconds, number)
+            for number, hole in enumerate(self._holes)
+            if hole.end - hole.first >= degree
+            and hole.end_seconds - hole.start_seconds >= seconds + _quicker_end(extra, hole, degree)[0]
+        ]
+        if not fitting:
+            return False
+        hole = self._holes.pop(min(fitting)[2])
+        more, first = _quicker_end(extra, hole, degree)
+        self.rings.append(Ring(sequence, first, degree, hole.start_seconds, seconds + more))
+        end = first + degree
+        self._holes += [
+            Hole(first, end, hole.start_seconds + seconds + more, hole.end_seconds),
+            Hole(*((end, hole.end) if first == hole.first else (hole.first, first)), *hole[2:]),
+        ]
+        return True
 
     def placed(self) -> PlacedRings:
         """Return the rings in the order of their starts, and the waiting that is left."""
@@ -107,6 +140,15 @@ class RankLine:
         gaps = Gaps(ranks=ranks[some], after=after[some], before=numbers[some], seconds=waits[some])
         return PlacedRings(rings=rings, free=self.free, last=last, gaps=gaps)
 
+    def _remember_holes(self, first: int, part: NDArray[np.float64], start: float) -> None:
+        borders = np.flatnonzero(np.diff(part, prepend=-1.0)).tolist()
+        for begin, end in zip(borders, [*borders[1:], len(part)], strict=True):
+            if part[begin] < start and end - begin > 1:
+                self._holes.append(Hole(first + begin, first + end, float(part[begin]), start))
+        if len(self._holes) > OPEN:
+            self._holes.sort(key=lambda hole: -(hole.end - hole.first) * (hole.end_seconds - hole.start_seconds))
+            del self._holes[OPEN:]  # the largest are kept
+
 
 def at_place(extra: Extras | None, first: int) -> float:
     """Return the seconds that a place adds to a ring."""
@@ -117,6 +159,7 @@ def place_rings(
     rings: Sequence[tuple[int, int, float]],
     ranks: int,
     *,
+    backfilled: bool = False,
     extra_seconds: Callable[[int, int], Extras | None] = lambda _sequence, _degree: None,
 ) -> PlacedRings:
     """Place rings given as (sequence, degree, seconds with launch), in this order.
@@ -124,6 +167,7 @@ def place_rings(
     Args:
         rings: widest first.
         ranks: of the line.
+        backfilled: whether to use holes that wider rings left.
         extra_seconds: for a sequence and a degree, how much longer than `seconds` each place takes.
     """
     line = RankLine(ranks)
@@ -134,9 +178,13 @@ def place_rings(
         while end < len(rings) and rings[end][1] == degree:
             end += 1
         while place < end:
-            extra = extra_seconds(rings[place][0], degree)
-            most = end if extra is None else place + -(-(end - place) // 2)  # the rest then finds better places
-            place += _sweep(line, rings[place:most], extra, extra_seconds)
+            sequence, _, seconds = rings[place]
+            extra = extra_seconds(sequence, degree)
+            if backfilled and line.backfill(sequence, degree, seconds, extra):
+                place += 1
+            else:
+                most = end if extra is None else place + -(-(end - place) // 2)  # the rest then finds better places
+                place += _sweep(line, rings[place:most], extra, extra_seconds)
     return line.placed()
 
 
@@ -184,6 +232,11 @@ def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, floa
     soonest = np.flatnonzero(starts == starts.min())
     first = int(soonest[np.argmin(idle[soonest])])
     return first, float(starts[first])
+
+
+def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, int]:
+    """Return (seconds added, first rank) at the faster end of a hole; ties: the lower end."""
+    return min((at_place(extra, first), first) for first in (hole.first, hole.end - degree))
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

@@ -193,5 +193,12 @@ class PlanRequest:
         return float(seconds + (work[-1] - beside) / self.cluster.ranks * (1 - ROUNDING))
 
     @cached_property
+    def packed_bound_seconds(self) -> float:
+        """A time that plans with cut packs hardly beat; the other bounds do not hold for them."""
+        if self.cost.fixed_seconds == 0:
+            return self.bound_seconds
+        return max(self.least_seconds(lone_rings=False), self._launches_seconds)
+
+    @cached_property
     def _launches_seconds(self) -> float:
         return launches_makespan(self.lengths, self.cluster, self.cost, self.topology)

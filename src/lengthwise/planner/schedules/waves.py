@@ -33,7 +33,6 @@ _LEVEL = 0.995  # share of the ranks' time in a wave, without launches, that is 
 _SLACKS = (1.003, 1.02, 1.06, 1.12, 1.25, 1.4)  # tried durations, over an even share
 _LONGER = (1.0, 1.005, 1.01, 1.025, 1.06)  # tried durations, over the longest sequence at its fastest degree
 _AT_ONCE = 64  # sequences, at least, whose degrees are computed together
-_FEW = 400  # sequences x ranks; up to here every duration is tried for the first wave
 _MOST_KEPT = 64  # ranks; up to here the price of every degree is kept
 _SHORTEST = 0.2  # the shortest duration tried, as a share of an even wave
 
@@ -81,8 +80,6 @@ def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
     yield from ((_PATIENCE[0], seconds) for seconds in beginnings)
     if builder.overhead and len(beginnings) == 1:  # no sequence sets a wave
         yield from ((patience, None) for patience in _PATIENCE[1:])
-    if builder.ranks * len(builder.order) <= _FEW:
-        yield from ((_PATIENCE[0], seconds) for seconds in builder.times())
 
 
 def _waves(builder: _Builder, patience: float, beginning: float | None, least: float) -> list[Wave]:
