@@ -56,21 +56,25 @@ def test_tries_are_counted_from_the_bound(share: float, monkeypatch) -> None:
 
 def test_other_planners_are_not_asked_for_a_step_that_is_shorter_than_they(monkeypatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(portfolio, "BASELINES", (lambda request: asked.append("baseline"),))
+    monkeypatch.setattr(portfolio, "_OTHERS", (lambda request: asked.append("baseline"),))
     plan_step(TOKENS, FEW, COST, _options(0.1))
     assert asked == []
 
 
-@pytest.mark.parametrize(("share", "tables", "variants"), [(0.1, 1, 1), (None, 2, 2)])
-def test_a_step_that_is_short_is_searched_in_one_table_and_without_split_heads(share, tables, variants, monkeypatch):
+@pytest.mark.parametrize(("share", "splits", "tables"), [(0.1, False, 1), (None, True, 2)])
+def test_a_step_that_is_short_is_searched_in_one_table_and_without_split_heads(share, splits, tables, monkeypatch):
     """Heads are split afterwards all the same, wherever that is quicker."""
     tried, offered = [], []
     try_degrees, offer_all = search.ScheduleSearch.try_degrees, portfolio._offer_all
     one = search.ScheduleSearch
     monkeypatch.setattr(one, "try_degrees", lambda self, table: (tried.append(0), try_degrees(self, table)))
-    monkeypatch.setattr(portfolio, "_offer_all", lambda *both: (offered.append(0), offer_all(*both)))
+    monkeypatch.setattr(
+        portfolio,
+        "_offer_all",
+        lambda asked, best: (offered.append(asked.cost.choices.splits_heads), offer_all(asked, best)),
+    )
     plan_step(TOKENS, FEW, COST, _options(share))
-    assert len(offered) == variants
+    assert offered == [splits]
     assert len(tried) == 1 if tables == 1 else len(tried) >= tables
 
 
