@@ -145,14 +145,18 @@ def planned(step: Step, without: Sequence[str] = ()) -> tuple[float, float]:
         return float(plan.notes["predicted_seconds"]), time.process_time() - start
 
 
-def passes_table(asked: str) -> Iterator[str]:
-    """Yield the table of losses; asked: comma-separated, with + between passes that are left out together."""
+def passes_table(asked: str, most_steps: int) -> Iterator[str]:
+    """Yield the table of losses on all steps, or on `most_steps` evenly spaced ones.
+
+    asked: comma-separated, with + between passes that are left out together.
+    """
     ablations = [each.split("+") for each in asked.split(",")]
     if unknown := {name for each in ablations for name in each} - set(PASSES):
         raise SystemExit(f"no passes {', '.join(sorted(unknown))}; there are {', '.join(PASSES)}")
     losses: list[dict[str, float]] = [{} for _ in ablations]  # percent, of the steps that change
     spent, count, began = [0.0] * len(ablations), 0, 0.0
-    for count, step in enumerate(steps(), 1):
+    drawn = list(steps())
+    for count, step in enumerate(drawn[:: max(1, len(drawn) // most_steps)], 1):
         seconds, took = planned(step)
         began += took
         for number, names in enumerate(ablations):

@@ -229,6 +229,7 @@ def main() -> None:
         __doc__, rows=("", f"of {', '.join(names)} (default: all)"), seeds=8, tiny_cases=200,
         planners=",".join(CUTTING_PLANNERS),
         without=("", f"of {', '.join(PASSES)}: what each buys; + joins those that are left out together"),
+        steps=(500, "of those that passes are judged on, evenly spaced"),
     )  # fmt: skip
     asked = arguments.rows.split(",") if arguments.rows else names
     if unknown := set(asked) - set(names):
@@ -237,7 +238,7 @@ def main() -> None:
     register_rivals(planners)
     findings = Findings("passes" if arguments.without else "planners")
     if arguments.without:
-        findings.add(passes_table(arguments.without))
+        findings.add(passes_table(arguments.without, arguments.steps))
         findings.sign("Modelled", "one of two shared cores", arguments.out)
         return
     parts = {"waves": waves_table(arguments.seeds), "tiny": tiny_table(arguments.tiny_cases)}
