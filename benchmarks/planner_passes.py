@@ -22,6 +22,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import RECIPES, draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.planner.problem.topology import Topology
 from pages import markdown
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
@@ -30,7 +31,7 @@ TERMS = plain_cost(
 )
 FULL_HEADS = replace(named_shape("llama-7b"), kv_heads=named_shape("llama-7b").heads, name="7B, full heads,")
 MODELS = (named_shape("llama-3-8b"), named_shape("llama-30b"), FULL_HEADS)
-COUNTS = {"tiny": 100, "free": 190, "chosen": 70, "stages": 60, "waves": 40, "unequal": 10, "wide": 20}
+COUNTS = {"tiny": 100, "free": 191, "chosen": 70, "stages": 60, "waves": 40, "unequal": 10, "wide": 20}
 P = "lengthwise.planner."
 EVERY, PIPELINES = ("free", "waves", "pipeline"), ("pipeline",)
 
@@ -43,6 +44,10 @@ class Pass:
     modes: Sequence[str] = EVERY
 
 
+def _without_border(self: Topology, degree: int, _penalty: float, some: slice, added: Any = Topology._added_by_border):
+    return added(self, degree, 0.0, some)
+
+
 PASSES = {
     "longest": Pass({P + "search.WAYS": ("widest", "skyline")}),
     "backfilling": Pass({P + "placement.line.RankLine.backfill": lambda *_: False}),
@@ -50,7 +55,7 @@ PASSES = {
     "shelves": Pass({P + "schedules.pipeline.plan_shelves": lambda *_: []}, PIPELINES),
     "waves": Pass({P + "schedules.waves._ways": lambda _builder: [(0.01, None)]}, ("waves",)),
     "fractions": Pass({P + "search.FRACTIONS": ()}),
-    "borders": Pass({P + "problem.topology.Topology._added_by_border": lambda *_: (0.0, 0.0)}),
+    "borders": Pass({P + "problem.topology.Topology._added_by_border": _without_border}),
     "slots": Pass({P + "portfolio.plan_pipeline": lambda *_: []}, PIPELINES),
     "annealing": Pass({P + "portfolio.MOST_WORK": -1}),
     "swaps": Pass({P + "placement.level_ends.level_by_swaps": lambda loads, *_, **__: max(loads)}),
