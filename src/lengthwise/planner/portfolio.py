@@ -21,7 +21,7 @@ from lengthwise.cost import Choice, Cost
 from lengthwise.planner.baselines.single_degree import plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
-from lengthwise.planner.plan_options import PlanOptions
+from lengthwise.planner.plan_options import CHOICES, PlanOptions
 from lengthwise.planner.problem.effort import (
     FAR,
     GOOD_ENOUGH,
@@ -228,6 +228,8 @@ def is_worth_others(request: PlanRequest, selection: Selection) -> bool:
     is_small = len(request.tokens) * request.cluster.ranks <= SMALL_STEP
     if not is_small or request.planning_seconds < others_seconds(request):
         return False
+    if selection.options.heads not in CHOICES:  # the search knows no groups of a given number
+        return True
     return selection.seconds > min(request.bound_seconds, request.packed_bound_seconds) * FAR
 
 
