@@ -18,6 +18,7 @@ from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choice, Cost
+from lengthwise.planner.baselines.power_of_two import plan_power_of_two
 from lengthwise.planner.baselines.single_degree import plan_single_degree
 from lengthwise.planner.baselines.static import plan_static
 from lengthwise.planner.placement.annealing import MOST_WORK, anneal
@@ -41,7 +42,8 @@ from lengthwise.program.features import with_requires
 from lengthwise.program.ring_order import ring_order
 
 _SPLIT_AT_ONCE = frozenset(("static", "power-of-two", "bytescale", "bytescale-naive"))  # memory decides their degrees
-_OTHERS = (plan_single_degree, plan_static, plan_waves)  # in lock-step, which ends no later without the lock
+# In lock-step, which ends no later without the lock; degrees of 2, 4, 8 ... divide into groups of a given number.
+_OTHERS = (plan_single_degree, plan_static, plan_power_of_two, plan_waves)
 _DIGITS = 6  # of an offload ratio; rounded up
 
 
