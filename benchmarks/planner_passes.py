@@ -121,16 +121,16 @@ def placement_cases() -> Iterator[Step]:
         yield Step(kind="placement", tokens=_batch("github", cluster, 2**23, seed), cluster=cluster, cost=full)
     gpu, many = named_hardware("bytescale-gpu"), Cluster(ranks=1024, capacity_tokens=8192)
     chosen = {"heads": "auto", "offload": "auto"}
-    for model, tensor, context, options in (
-        ("llama-30b", 4, 2**20, {}),
-        ("llama-7b", 1, 2**19, chosen),
-        ("llama-7b", 1, 2**21, {"heads": "auto"}),
+    for model, context, options in (
+        ("llama-30b", 2**20, {}),
+        ("llama-7b", 2**19, chosen),
+        ("llama-7b", 2**21, {"heads": "auto"}),
     ):
-        tokens, cost = draw_lengths("byted", 2**25, 0, context), all_terms_cost(named_shape(model), gpu, tensor=tensor)
+        tokens, cost = draw_lengths("byted", 2**25, 0, context), all_terms_cost(named_shape(model), gpu)
         yield Step(kind="placement", tokens=tokens, cluster=many, cost=cost, options=PlanOptions(layers=64, **options))
     staged, of_192 = PlanOptions(mode="pipeline", stages=2), Cluster(ranks=192, capacity_tokens=8192)
     for recipe, context in (("github", 262_144), ("byted", 524_288), ("byted", 262_144)):
-        cost = all_terms_cost(named_shape("mixtral-8x22b"), gpu, tensor=8, stages=2)
+        cost = all_terms_cost(named_shape("mixtral-8x22b"), gpu, stages=2)
         tokens = draw_lengths(recipe, 192 * 43_690, 0, context)
         yield Step(kind="placement", tokens=tokens, cluster=of_192, cost=cost, options=staged)
 
