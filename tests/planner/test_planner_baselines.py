@@ -205,7 +205,6 @@ def test_packed_dp_refuses_a_sequence_longer_than_a_rank_holds_and_says_what_to_
     assert "sequence 1: expected at most 100 tokens" in told
     assert "got 150 tokens, and 1 more" in told
     assert "capacity_tokens to 150" in told
-    assert "tensor-parallel" in told
     assert "recompute" in told
 
 
