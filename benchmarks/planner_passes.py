@@ -7,8 +7,8 @@ docs/decisions/placement-levels.md. Large steps are few, so that one pass over a
 
 from __future__ import annotations
 
+import math
 import random
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -121,11 +121,12 @@ def placement_cases() -> Iterator[Step]:
         yield Step(kind="placement", tokens=_batch("github", cluster, 2**23, seed), cluster=cluster, cost=full)
     gpu, many = named_hardware("bytescale-gpu"), Cluster(ranks=1024, capacity_tokens=8192)
     chosen = {"heads": "auto", "offload": "auto"}
-    for model, context, options in (
+    chosen_by_model: list[tuple[str, int, dict[str, Any]]] = [
         ("llama-30b", 2**20, {}),
         ("llama-7b", 2**19, chosen),
         ("llama-7b", 2**21, {"heads": "auto"}),
-    ):
+    ]
+    for model, context, options in chosen_by_model:
         tokens, cost = draw_lengths("byted", 2**25, 0, context), all_terms_cost(named_shape(model), gpu)
         yield Step(kind="placement", tokens=tokens, cluster=many, cost=cost, options=PlanOptions(layers=64, **options))
     staged, of_192 = PlanOptions(mode="pipeline", stages=2), Cluster(ranks=192, capacity_tokens=8192)
@@ -181,7 +182,7 @@ def passes_table(asked: str, most_steps: int) -> Iterator[str]:
     def rows() -> Iterator[list[str]]:
         for names, lost, took in zip(ablations, losses, spent, strict=True):
             worst = max(lost, key=lambda name: lost[name], default="none")
-            mean = statistics.fsum(lost.values()) / count
+            mean = math.fsum(lost.values()) / count
             yield [" + ".join(names), str(len(lost)), f"{mean:.3f}", f"{max(lost.values(), default=0):.2f}", worst,
                    f"{took:.0f}"]  # fmt: skip
 

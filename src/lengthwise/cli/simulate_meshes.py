@@ -166,7 +166,7 @@ class MeshChoices:
 
         assert self.measurements is not None, "only called if a file is given"
         problems = Collector()
-        unused = {"--model": self.model, "--hardware": self.hardware, "--kernel": self.kernel}
+        unused: dict[str, object] = {"--model": self.model, "--hardware": self.hardware, "--kernel": self.kernel}
         unused["--pp"] = None if self.pp == 1 else self.pp
         expected = "nothing beside --measurements, which are of one model, one device a rank"
         problems.attempt(partial(refuse_beside, unused, expected, "Leave out {option} or --measurements."))

@@ -181,13 +181,14 @@ def _check_eval_fits(job: Job, session: Session) -> None:
 def _measure_costs(rank: RankRun, world: World) -> None:
     """Measure the machine and plan with the measured costs; values and states do not change by a bit. Collective."""
     rank.leave_if_asked("costs")
-    job, engine = rank.job, rank.engine
+    job, engine, precision = rank.job, rank.engine, rank.job.config.precision
+    assert precision != "auto", "run.checks fills it in"
     engine.transport.phase = "measuring before the first step"
     rank.say(f"measuring the machine, about {MEASURING_SECONDS:.0f} s")
     settings = ProfileSettings(
         seconds=MEASURING_SECONDS,
         longest_tokens=max(_LEAST_TOKENS, *rank.session.planning.ahead.capacities.values()),
-        precision=job.config.precision,
+        precision=precision,
         clock="wall",
         hardware=job.hardware,
         computing=engine.computing,

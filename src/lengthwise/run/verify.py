@@ -144,7 +144,8 @@ def _compare(
     in_fp32 = None
     if job.config.precision == "bf16":
         exact = replace(job, config=job.config.model_copy(update={"precision": "fp32"}))
-        in_fp32 = _run_plan(_open(exact, world, transport, str), exact, plan, batch, rounds_to=torch.bfloat16)
+        again = _open(exact, world, transport, lambda _: None)
+        in_fp32 = _run_plan(again, exact, plan, batch, rounds_to=torch.bfloat16)
     transport.close()
     if world.rank:
         return None
