@@ -112,7 +112,11 @@ class Agreement:
         did |= {_BALANCE: asked_coefficient(self._model), _DROPOUT: self._dropout_now()}
         did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
         if updates is not None:
-            did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _CLEARS: updates.clears}
+            did |= {
+                _SLICES: (updates.edits, updates.num_weight_edits),
+                _GRADIENTS: sorted(updates.with_gradient),
+                _CLEARS: updates.clears,
+            }
             did[_GROUPS] = updates.arguments()
         self._transport.phase = f"{name}, comparing the ranks"
         tied = None if self._stage is None else self._stage.tied
@@ -122,7 +126,7 @@ class Agreement:
         if updates is not None and tied is not None and tied.requires_grad:
             tied_name = updates.withheld.name_of(tied)
         without = updates is not None and tied_name not in {"", *updates.with_gradient}
-        is_both = updates is not None and updates.has_edited_weights and (bool(changed) or updates.has_edited_both())
+        is_both = updates is not None and updates.has_edited_weights and bool(changed)
         own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both), float(allows)]
         assert len(own) == _OWN, own
         rows = share_numbers(self._transport, [*own, *map(_digest, did.values())])
@@ -138,6 +142,8 @@ class Agreement:
             updates.publish()
         elif self._stage is not None:
             self._share_tied(self._stage, rows[:, 1], rows[:, 2])
+        if updates is not None:
+            updates.see_weights()  # a tied weight's copy is another change
         self._versions = self._counted()
         return bool(rows[:, 5].all())
 
