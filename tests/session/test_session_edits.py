@@ -64,13 +64,6 @@ def clip_between_backwards(loop):
 
 
 @program
-def clip_twice(loop):
-    loop.backward(FIRST)
-    loop.clip(0.1)
-    loop.clip(0.05)
-
-
-@program
 def clip_scaled(loop):
     loop.backward(FIRST)
     halve_gradients(loop)
@@ -136,12 +129,6 @@ def clamp_between_steps(loop):
 
 
 @program
-def clamp_before_a_step(loop):
-    loop.backward(FIRST)
-    clamp_weights(loop)
-
-
-@program
 def clamp_in_hooks(loop):
     loop.optimizer.register_step_post_hook(lambda *_: clamp_weights(loop))
     loop.optimizer.register_step_pre_hook(lambda *_: clamp_weights(loop))
@@ -149,30 +136,10 @@ def clamp_in_hooks(loop):
 
 
 @program
-def forget_to_clear(loop):
-    for rows in (FIRST, SECOND):
-        loop.backward(rows)
-        loop.step()
-
-
-@program
 def evaluate_between(loop):
     loop.backward(FIRST)
     loop.evaluate(SECOND)
     loop.clip(0.05)
-
-
-@program
-def write_by_out(loop):
-    loop.backward(FIRST)
-    for parameter in members(loop):
-        if parameter.grad is not None:
-            torch.mul(parameter.grad, 0.5, out=parameter.grad)
-    loop.clip(0.05)
-    with torch.no_grad():
-        for parameter in members(loop):
-            torch.mul(parameter, 0.9, out=parameter)
-    loop.backward(SECOND)
 
 
 @program

@@ -30,10 +30,9 @@ from lengthwise.session.user_loop import hook_until_closed
 
 _BITS = 48  # bits of a digest or of flags in one number, exact in fp64
 _GROUPS = "arguments of the optimizer's groups, such as learning rates"
-_SLICES = "changes to slices in optimizer.param_groups"
+_SLICES = "changes to slices in optimizer.param_groups, and calls of zero_grad"
 _VALUES = "changes to the model's own parameters"
 _GRADIENTS = "parameters that have a gradient"
-_CLEARS = "calls of zero_grad"
 _MODE = "mode of the model, as train() and eval() set it"
 _BALANCE = "balance loss of the routers"
 _DROPOUT = "dropout"
@@ -115,7 +114,6 @@ class Agreement:
             did |= {
                 _SLICES: (updates.edits, updates.num_weight_edits),
                 _GRADIENTS: sorted(updates.with_gradient),
-                _CLEARS: updates.clears,
             }
             did[_GROUPS] = updates.arguments()
         self._transport.phase = f"{name}, comparing the ranks"

@@ -29,10 +29,9 @@ from lengthwise.session.withheld import WithheldGradients
 class LoopOptimizer(SlicedOptimizer):
     """A loop's own optimizer on slices, and the loop's changes of groups and gradients between steps.
 
-    edits: number of changes that the loop made to slices of gradients. clears: calls of zero_grad. with_gradient: names
-    of the parameters with a gradient: a loss of some rank has reached them since gradients were cleared. compare:
-    compares the ranks, takes the loop's changes of gradients and publishes its changes of weights
-    (`session.agreement`).
+    edits: number of changes that the loop made to gradients. with_gradient: names of the parameters with a gradient: a
+    loss of some rank has reached them since gradients were cleared. compare: compares the ranks, takes the loop's
+    changes of gradients and publishes its changes of weights (`session.agreement`).
     """
 
     compare: Callable[[str], object]
@@ -41,7 +40,7 @@ class LoopOptimizer(SlicedOptimizer):
         self, whole: WholeOptimizer, parameters: Parameters, rank: int, model: nn.Module, *, offloads: bool
     ) -> None:
         super().__init__(whole, parameters, rank, offloads=offloads)
-        self.edits, self.clears = 0, 0
+        self.edits = 0
         self.with_gradient = set[str]()  # names of parameters
         self._seen_gradients = self._seen_weights = 0  # versions of both with the session's own changes
         self._gradient_of = {
@@ -168,7 +167,7 @@ class LoopOptimizer(SlicedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: of the slices, and of the parameters they are summed from."""
-        self.clears += 1
+        self.edits += 1
         if set_to_none:
             self.with_gradient.clear()
         else:
