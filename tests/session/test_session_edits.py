@@ -385,6 +385,9 @@ REFUSED = [
     (lambda loop: torch.nn.utils.clip_grad_norm_(members(loop), 1.0), r"Call session\.clip_grad_norm_"),
     (lambda loop: [parameter.grad.clone().sum() for parameter in members(loop)], "sum of a slice"),
     (lambda loop: [parameter.ndim for parameter in members(loop)], "ndim of a slice"),
+    (lambda loop: [parameter.grad.softmax(0) for parameter in members(loop)], "softmax of a slice"),
+    (lambda loop: [torch.rand_like(parameter) for parameter in members(loop)], "rand_like of a slice"),
+    (lambda loop: [torch.equal(parameter, parameter) for parameter in members(loop)], "equal of a slice"),
     (norm_of_slices, "norm of a slice"),
     (norm_in_a_hook, "norm of a slice"),
     (norm_in_a_later_hook, "norm of a slice"),
@@ -522,6 +525,19 @@ def test_weights_that_slices_have_when_a_session_closes_stay(tmp_path):
         return max(each.detach().abs().max().item() for each in loop.model.parameters())
 
     assert max(in_ranks(work, 2, tmp_path)) <= 0.02
+
+
+def test_slices_have_what_a_loop_wrote_by_name_once_the_session_has_run(tmp_path):
+    def work(_rank):
+        with (loop := Planned(small_model(), {"shard": "zero1"})).session, torch.no_grad():
+            for each in loop.model.parameters():
+                each.fill_(0.5)
+            loop.evaluate(FIRST)
+            unlike = [parameter != 0.5 for parameter in members(loop)]
+        with torch._C.DisableTorchFunctionSubclass():
+            return any(bool(each.any()) for each in unlike)
+
+    assert in_ranks(work, 2, tmp_path) == [False, False]
 
 
 def test_both_copies_of_a_frozen_tied_weight_are_changed_by_either_name(tmp_path):

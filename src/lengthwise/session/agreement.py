@@ -138,8 +138,11 @@ class Agreement:
             raise ConfigError("weights", expected=expected, got=got, remedy="Change them in one of the two ways.")
         if updates is not None and updates.has_edited_weights:
             updates.publish()
-        elif self._stage is not None:
-            self._share_tied(self._stage, rows[:, 1], rows[:, 2])
+        else:
+            if self._stage is not None:
+                self._share_tied(self._stage, rows[:, 1], rows[:, 2])
+            if updates is not None and (changed or rows[:, 1].any()):
+                updates.take_changes()  # before the loop changes slices
         if updates is not None:
             updates.see_weights()  # a tied weight's copy is another change
         self._versions = self._counted()
