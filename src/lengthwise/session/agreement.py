@@ -111,11 +111,8 @@ class Agreement:
         did |= {_BALANCE: asked_coefficient(self._model), _DROPOUT: self._dropout_now()}
         did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
         if updates is not None:
-            did |= {
-                _SLICES: (updates.edits, updates.num_weight_edits),
-                _GRADIENTS: sorted(updates.with_gradient),
-            }
-            did[_GROUPS] = updates.arguments()
+            did |= {_SLICES: (updates.edits, updates.num_weight_edits), _GROUPS: updates.arguments()}
+            did[_GRADIENTS] = sorted(updates.with_gradient)
         self._transport.phase = f"{name}, comparing the ranks"
         tied = None if self._stage is None else self._stage.tied
         is_tied = tied is not None and any(self._parameters[each] is tied for each in changed)
