@@ -74,13 +74,12 @@ class Slice(Tensor):
             remedy += "model's own parameters or session.state_dict; change entries in place, without .data."
             where = "slices in optimizer.param_groups"
             raise ConfigError(where, expected=expected, got=f"{name} of a slice", remedy=remedy)
-        bring = next(
-            (each.bring for each in tree_leaves((args, kwargs)) if isinstance(each, Slice) and each.bring), None
-        )
+        slices = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Slice))
+        bring = next((each.bring for each in slices if each.bring is not None), None)
         with torch._C.DisableTorchFunctionSubclass():
             if bring is not None:
                 bring()
-            return tree_map(partial(_guarded, bring=bring), func(*args, **kwargs))
+            return tree_map(partial(guarded, bring=bring), func(*args, **kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]
         return "a rank's slice"
@@ -90,12 +89,8 @@ class SliceOfParameter(Slice, nn.Parameter):
     """This rank's slice of a parameter; empty where the rank has none of it."""
 
 
-def guarded_gradient(gradient: Tensor, bring: Callable[[], object]) -> Slice:
-    """Return a slice of a gradient that shares the memory of `gradient`, (entries,)."""
-    return _guarded(gradient, bring=bring)
-
-
-def _guarded(found: Any, *, bring: Callable[[], object] | None) -> Any:
+def guarded(found: Any, bring: Callable[[], object] | None) -> Any:
+    """Return a tensor as a `Slice` that shares its memory; other values stay."""
     if not isinstance(found, Tensor) or isinstance(found, Slice):
         return found
     made = found.as_subclass(Slice)

@@ -22,7 +22,7 @@ from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.units import let_go
 from lengthwise.engine.whole_optimizer import MEMBERS, WholeOptimizer
 from lengthwise.models import whole_model
-from lengthwise.session.guards import SliceOfParameter, guarded_gradient
+from lengthwise.session.guards import SliceOfParameter, guarded
 from lengthwise.session.withheld import WithheldGradients
 
 
@@ -44,7 +44,7 @@ class LoopOptimizer(SlicedOptimizer):
         self.with_gradient = set[str]()  # names of parameters
         self._seen_gradients = self._seen_weights = 0  # versions of both with the session's own changes
         self._gradient_of = {
-            name: guarded_gradient(self._gradients[run.start : run.stop], self._bring_gradients)
+            name: guarded(self._gradients[run.start : run.stop], self._bring_gradients)
             for name, run in self._runs.items()
         }
         by_number = {self.numbers[name]: each for name, each in self._pieces.items()} | dict(whole.frozen)
