@@ -82,7 +82,7 @@ class Loop:
             if how == "anew":
                 each.grad = gradient * factor
             else:
-                (gradient.data if how == "data" else gradient).mul_(factor)
+                gradient.mul_(factor)
         return []
 
     def clip_values_of_groups(self, group: int | None, limit: float) -> Numbers:
@@ -147,7 +147,7 @@ class Loop:
                 elif how == "copy":
                     each.copy_(each * 0.8)
                 else:
-                    (each.data if how == "data" else each).mul_(0.8)
+                    each.mul_(0.8)
         return []
 
     def swap_groups(self, lengths: Sequence[int], seed: int) -> Numbers:
@@ -202,17 +202,6 @@ class Loop:
         for each in found:
             each.requires_grad_(False)
         return []
-
-    def step_closure(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Numbers:
-        numbers = Numbers()
-
-        def closure() -> float:
-            self.optimizer.zero_grad()
-            numbers.extend(self.backward(lengths, seed, loss, normalizer))
-            return numbers[0]
-
-        numbers.append(float(self.optimizer.step(closure) or 0.0))
-        return numbers
 
 
 class PlainLoop(Loop):

@@ -159,11 +159,11 @@ def _to_none(draw: random.Random) -> dict[str, Any]:
 
 
 def _how_to_write(draw: random.Random) -> dict[str, Any]:
-    return {"how": draw.choices(("in place", "clamp", "copy", "data", "foreach"), (3, 3, 1, 2, 1))[0]}
+    return {"how": draw.choices(("in place", "clamp", "copy", "foreach"), (4, 4, 1, 1))[0]}
 
 
 def _how_to_scale(draw: random.Random) -> dict[str, Any]:
-    return {"how": draw.choices(("in place", "anew", "data", "foreach"), (4, 1, 1, 1))[0]}
+    return {"how": draw.choices(("in place", "anew", "foreach"), (4, 1, 1))[0]}
 
 
 def _hook(draw: random.Random) -> dict[str, Any]:
@@ -201,7 +201,6 @@ OPERATIONS: Mapping[str, Kind] = {
     "swap_groups": Kind(draw=_rows, places="open closed", weight=1.5, rule="may"),
     "write_groups": Kind(draw=_of(_group, _how_to_write), places="open gradients closed", weight=2.5, rule="may"),
     "hook": Kind(draw=_hook, places="open", weight=1.5, rule="may"),
-    "step_closure": Kind(draw=_backward, places="gradients open", weight=1.5, rule="may"),
     "clip_groups": Kind(draw=_of(_group, _limit), places="gradients", weight=2, rule="may"),
     "clip_model": Kind(draw=_limit, places="gradients", weight=1, rule="may"),
     "set_gradients_named": Kind(draw=_of(_name, _value), places="gradients", weight=2, rule="may"),

@@ -53,8 +53,6 @@ class SlicedOptimizer:
     rank's number among those over which `parameters` lie. offloads: whether slices and states are on the host.
     """
 
-    has_edited_weights = False  # see `session.loop_optimizer`
-
     def __init__(self, whole: WholeOptimizer, parameters: Parameters, rank: int, *, offloads: bool = False) -> None:
         self.optimizer, self.parameters, self.rank, self.offloads = whole.optimizer, parameters, rank, offloads
         self.numbers, self._group_of, self._members = whole.numbers, whole.group_of, whole.members
@@ -78,6 +76,11 @@ class SlicedOptimizer:
                 own = {key: _sliced(value, self.shapes[name], run) for key, value in state.items()}
                 self.optimizer.state[self._pieces[name]] = self._placed(name, own)
         whole.states.clear()
+
+    @property
+    def has_edited_weights(self) -> bool:
+        """Whether a loop has changed slices that are not published yet, see `session.loop_optimizer`."""
+        return False
 
     def _put_into_groups(self, members: Mapping[str, nn.Parameter]) -> None:
         """Put slices by name into the groups, in new lists."""
@@ -210,10 +213,10 @@ class SlicedOptimizer:
 
         The whole parameter may have been on another device, and in a narrower dtype.
         """
-        group, piece = self.optimizer.param_groups[self._group_of[name]], self._pieces[name]
-        counts_on = piece.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+        group, exact = self.optimizer.param_groups[self._group_of[name]], self.parameters.master_weights
+        counts_on = exact.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         tensors = {key: each for key, each in state.items() if isinstance(each, Tensor)}
-        placed = {key: each.to(piece) if each.dim() else each.to(counts_on) for key, each in tensors.items()}
+        placed = {key: each.to(exact) if each.dim() else each.to(counts_on) for key, each in tensors.items()}
         return {**state, **placed}
 
     def make_states(self) -> None:

@@ -30,10 +30,9 @@ from lengthwise.session.user_loop import hook_until_closed
 
 _BITS = 48  # bits of a digest or of flags in one number, exact in fp64
 _GROUPS = "arguments of the optimizer's groups, such as learning rates"
-_SLICES = "changes to slices in optimizer.param_groups"
+_SLICES = "changes to slices in optimizer.param_groups, and calls of zero_grad"
 _VALUES = "changes to the model's own parameters"
 _GRADIENTS = "parameters that have a gradient"
-_CLEARS = "calls of zero_grad"
 _MODE = "mode of the model, as train() and eval() set it"
 _BALANCE = "balance loss of the routers"
 _DROPOUT = "dropout"
@@ -112,8 +111,8 @@ class Agreement:
         did |= {_BALANCE: asked_coefficient(self._model), _DROPOUT: self._dropout_now()}
         did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
         if updates is not None:
-            did |= {_SLICES: updates.edits, _GRADIENTS: sorted(updates.with_gradient), _CLEARS: updates.clears}
-            did[_GROUPS] = updates.arguments()
+            did |= {_SLICES: (updates.edits, updates.num_weight_edits), _GROUPS: updates.arguments()}
+            did[_GRADIENTS] = sorted(updates.with_gradient)
         self._transport.phase = f"{name}, comparing the ranks"
         tied = None if self._stage is None else self._stage.tied
         is_tied = tied is not None and any(self._parameters[each] is tied for each in changed)
@@ -122,7 +121,7 @@ class Agreement:
         if updates is not None and tied is not None and tied.requires_grad:
             tied_name = updates.withheld.name_of(tied)
         without = updates is not None and tied_name not in {"", *updates.with_gradient}
-        is_both = updates is not None and updates.has_edited_weights and (bool(changed) or updates.has_edited_both())
+        is_both = updates is not None and updates.has_edited_weights and bool(changed)
         own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both), float(allows)]
         assert len(own) == _OWN, own
         rows = share_numbers(self._transport, [*own, *map(_digest, did.values())])
@@ -136,8 +135,13 @@ class Agreement:
             raise ConfigError("weights", expected=expected, got=got, remedy="Change them in one of the two ways.")
         if updates is not None and updates.has_edited_weights:
             updates.publish()
-        elif self._stage is not None:
-            self._share_tied(self._stage, rows[:, 1], rows[:, 2])
+        else:
+            if self._stage is not None:
+                self._share_tied(self._stage, rows[:, 1], rows[:, 2])
+            if updates is not None and (changed or rows[:, 1].any()):
+                updates.take_changes()  # before the loop changes slices
+        if updates is not None:
+            updates.see_weights()  # a tied weight's copy is another change
         self._versions = self._counted()
         return bool(rows[:, 5].all())
 

@@ -1,25 +1,33 @@
 """Guarded tensors that a loop finds in place of gradients and parameters that lie over the ranks.
 
 `WithheldGradient` stands for the gradient of a model's parameter, of which each rank has a part: any use of it raises.
-`Slice` is this rank's part of a parameter in the optimizer's groups, `SliceGradient` that part's gradient. Operations
-by entry give the same on a slice as on the whole tensor, so they are allowed, and counted if they change entries. A
-norm, a mean or a shape of a slice differs from the whole tensor's, and raises.
+`Slice` is this rank's part of a parameter or of its gradient. It is used entry by entry, as the local part of a tensor
+under FSDP2; what joins entries, as a norm does, raises.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import wraps
-from typing import Any, NoReturn, ParamSpec, Protocol, TypeVar
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lengthwise.core.errors import ConfigError
 
-GRADIENTS, WEIGHTS = "gradients", "weights"
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
+_OF_ATTRIBUTES = ("__get__", "__set__", "__delete__")
+# Attributes that differ from the whole tensor's, or hide changes from autograd's count.
+_WITHHELD = frozenset(("shape", "ndim", "data", "T", "mT", "H", "mH"))
+_COPIES = frozenset(
+    (
+        *("copy_", "zero_", "fill_", "clone", "detach", "zeros_like", "ones_like", "full_like", "empty_like"),
+        *("to", "type", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+        *("requires_grad_", "is_floating_point", "is_complex", "element_size", "get_device", "__hash__"),
+    )
+)
+_NOT_BY_ENTRY = {torch.Tag.reduction, torch.Tag.data_dependent_output, torch.Tag.nondeterministic_seeded}
 
 
 class WithheldGradient(Tensor):
@@ -45,192 +53,65 @@ class WithheldGradient(Tensor):
         raise ConfigError("backward", expected=expected, got="a backward outside of the session", remedy=remedy)
 
 
-class SliceOwner(Protocol):
-    """The owner of slices. kind: gradients or weights."""
+class Slice(Tensor):
+    """This rank's slice of a gradient, or a tensor computed from slices. bring: brings its values up to date."""
 
-    def before_use(self, kind: str) -> None:
-        """Bring the slices of a kind up to date; called before any use."""
-        ...
-
-    def changed(self, kind: str) -> None:
-        """Count a change of entries; called after it."""
-        ...
-
-
-class _Guarded(Tensor):
-    """A tensor that allows only operations by entry. owner: None for tensors that were computed from slices."""
-
-    owner: SliceOwner | None = None
-    kind: str = GRADIENTS
+    bring: Callable[[], object] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run operations by entry, and count those that change slices.
+        """Run operations by entry.
 
         Raises:
             ConfigError: another operation.
         """
         del types
-        name, given = _name(func), [*args, *(kwargs or {}).values()]
-        guarded = list(_guarded(given))
-        if name not in _ALLOWED:
-            kind = guarded[0].kind if guarded else WEIGHTS
+        name, kwargs = _name(func), kwargs or {}
+        of_attribute = getattr(func, "__name__", "") in _OF_ATTRIBUTES
+        if name in _WITHHELD if of_attribute else not _is_by_entry(name):
             expected = "an operation by entry: optimizer.param_groups have only this rank's slices"
-            where, remedy = f"{kind} in optimizer.param_groups", _REMEDIES[kind]
+            remedy = "Call session.clip_grad_norm_ for a norm of gradients; take norms and shapes of weights from the "
+            remedy += "model's own parameters or session.state_dict; change entries in place, without .data."
+            where = "slices in optimizer.param_groups"
             raise ConfigError(where, expected=expected, got=f"{name} of a slice", remedy=remedy)
-        _refuse_whole(name, given, guarded)
-        for kind, owner in _owners(guarded):
-            if name not in _METADATA:
-                owner.before_use(kind)
-        sets_data = name == "data" and func.__name__ == "__set__"
+        slices = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Slice))
+        bring = next((each.bring for each in slices if each.bring is not None), None)
         with torch._C.DisableTorchFunctionSubclass():
-            # The memory stays that of the slice.
-            found = args[0].detach().copy_(args[1]) if sets_data else func(*args, **(kwargs or {}))
-        written = [(kwargs or {}).get("out")]
-        is_in_place = (name.endswith("_") and not name.endswith("__")) or name in _OPERATORS_IN_PLACE
-        if (is_in_place and name not in _METADATA) or sets_data:
-            written.append(given[0])
-        if any(each is not None for each in written):
-            for kind, owner in _owners(_guarded(written)):
-                owner.changed(kind)
-            return None if sets_data else found
-        alias = guarded[0] if name in _ALIASES else None
-        return found if name in _METADATA else _as_guarded(found, guarded[0].kind, alias)
+            if bring is not None:
+                bring()
+            return tree_map(partial(guarded, bring=bring), func(*args, **kwargs))
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"a rank's slice of {self.kind}"
+        return "a rank's slice"
 
 
-class SliceGradient(_Guarded):
-    """This rank's slice of a gradient, or a tensor computed from slices."""
-
-
-class Slice(_Guarded, nn.Parameter):
+class SliceOfParameter(Slice, nn.Parameter):
     """This rank's slice of a parameter; empty where the rank has none of it."""
 
 
-def guarded_slice(owner: SliceOwner, weights: Tensor) -> Slice:
-    """Return a slice of a parameter that shares the memory of `weights`, (entries,)."""
-    made = Slice(weights)
-    made.owner, made.kind = owner, WEIGHTS
+def guarded(found: Any, bring: Callable[[], object] | None) -> Any:
+    """Return a tensor as a `Slice` that shares its memory; other values stay."""
+    if not isinstance(found, Tensor) or isinstance(found, Slice):
+        return found
+    made = found.as_subclass(Slice)
+    made.bring = bring
     return made
-
-
-def guarded_gradient(owner: SliceOwner, gradient: Tensor) -> SliceGradient:
-    """Return a slice of a gradient that shares the memory of `gradient`, (entries,)."""
-    made = gradient.as_subclass(SliceGradient)
-    made.owner = owner
-    return made
-
-
-def by_owner(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Let a method of the slices' owner use them unguarded, which costs a tenth of a guarded use."""
-
-    @wraps(method)
-    def unguarded(*args: _P.args, **options: _P.kwargs) -> _T:
-        with torch._C.DisableTorchFunctionSubclass():
-            return method(*args, **options)
-
-    return unguarded
-
-
-def is_guarded(value: object) -> bool:
-    """Return whether a value is a slice, or was computed from slices."""
-    return isinstance(value, _Guarded)
-
-
-def plain(values: Tensor) -> Tensor:
-    """Return a slice as a tensor that is not guarded."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return values.detach().as_subclass(Tensor)
 
 
 def _name(func: Any) -> str:
     """Return the name of the function or attribute that torch calls."""
     name = getattr(func, "__name__", str(func))
-    return func.__self__.__name__ if name in ("__get__", "__set__", "__delete__") else name
+    return func.__self__.__name__ if name in _OF_ATTRIBUTES else name
 
 
-def _guarded(values: Any) -> Iterator[_Guarded]:
-    for each in values:
-        if isinstance(each, _Guarded):
-            yield each
-        elif isinstance(each, list | tuple):
-            yield from _guarded(each)
-
-
-def _owners(guarded: Iterable[_Guarded]) -> list[tuple[str, SliceOwner]]:
-    return list({each.kind: (each.kind, each.owner) for each in guarded if each.owner is not None}.values())
-
-
-def _refuse_whole(name: str, given: Sequence[Any], guarded: Sequence[_Guarded]) -> None:
-    """Refuse an operation of a slice and a tensor of another shape, such as a whole parameter's."""
-    entries = {tuple(_shape(each)) for each in guarded}
-    others = [
-        tuple(each.shape)
-        for each in given
-        if isinstance(each, Tensor) and not isinstance(each, _Guarded | WithheldGradient) and each.numel() != 1
-    ]
-    wrong = next((shape for shape in others if shape not in entries), None)
-    if wrong is not None and guarded:
-        expected = "numbers, or tensors computed from slices: a slice has this rank's entries, in one dimension"
-        remedy = "Write to the model's own parameters between steps, or change the loss."
-        where = f"{guarded[0].kind} in optimizer.param_groups"
-        raise ConfigError(where, expected=expected, got=f"{name} with a tensor {wrong}", remedy=remedy)
-
-
-def _shape(values: Tensor) -> Sequence[int]:
-    with torch._C.DisableTorchFunctionSubclass():
-        return values.shape
-
-
-def _as_guarded(found: Any, kind: str, alias: _Guarded | None) -> Any:
-    """Guard a result computed from slices; changes of an alias count as changes of its slice."""
-    if isinstance(found, list | tuple):
-        return type(found)(_as_guarded(each, kind, None) for each in found)
-    if not isinstance(found, Tensor) or isinstance(found, _Guarded):
-        return found
-    with torch._C.DisableTorchFunctionSubclass():
-        made = found.as_subclass(SliceGradient)
-    made.kind, made.owner = kind, None if alias is None else alias.owner
-    return made
-
-
-_REMEDIES = {
-    GRADIENTS: "Call session.clip_grad_norm_ for a norm over all ranks, or use the result's grad_norm.",
-    WEIGHTS: "Take norms and shapes of the model's own parameters, or of session.state_dict's.",
-}
-_METADATA = frozenset(
-    (
-        *("grad", "device", "dtype", "layout", "requires_grad", "requires_grad_", "is_leaf", "grad_fn", "_version"),
-        *(
-            "is_cuda",
-            "is_cpu",
-            "is_meta",
-            "is_mps",
-            "is_xpu",
-            "is_sparse",
-            "is_quantized",
-            "is_nested",
-            "is_contiguous",
-        ),
-        *("is_floating_point", "is_complex", "element_size", "itemsize", "get_device", "_backward_hooks", "__hash__"),
-    )
-)
-_ALIASES = frozenset(("data", "detach"))
-_BY_ENTRY = (
-    *("add", "sub", "mul", "div", "neg", "abs", "sign", "sqrt", "rsqrt", "reciprocal", "pow", "square", "exp", "log"),
-    *("lerp", "addcmul", "addcdiv", "clamp", "clip", "clamp_min", "clamp_max", "minimum", "maximum", "nan_to_num"),
-    *("masked_fill", "floor", "ceil", "round", "trunc", "sigmoid", "tanh", "true_divide", "multiply"),
-)
-_IN_PLACE = tuple(f"{name}_" for name in (*_BY_ENTRY, "copy", "zero", "fill"))
-_FOREACH = tuple(f"_foreach_{name}" for name in (*_BY_ENTRY, *_IN_PLACE))
-_OPERATORS = ("add", "sub", "mul", "truediv", "div", "pow")
-_OPERATORS_IN_PLACE = frozenset(f"__i{name}__" for name in _OPERATORS)
-_OTHERS = (
-    *("clone", "isfinite", "isnan", "isinf", "where", "eq", "ne", "lt", "le", "gt", "ge", "logical_not", "to", "type"),
-    *("zeros_like", "ones_like", "full_like", "empty_like", "float", "double", "half", "bfloat16", "cpu", "cuda"),
-    *(f"__{side}{name}__" for name in (*_OPERATORS, "neg") for side in ("", "r")),
-    *(f"__{name}__" for name in ("lt", "le", "gt", "ge", "eq", "ne")),
-)
-_ALLOWED = _METADATA | _ALIASES | _OPERATORS_IN_PLACE | {*_BY_ENTRY, *_IN_PLACE, *_FOREACH, *_OTHERS}
+@cache
+def _is_by_entry(name: str) -> bool:
+    """Return whether an operation copies entries, or torch marks it as pointwise."""
+    name = name.removeprefix("_foreach_")
+    if name in _COPIES:
+        return True
+    base = name.replace("truediv", "div").strip("_")
+    names = (base, base[1:]) if name.startswith("__") else (base,)  # __imul__ is mul_
+    packets = [getattr(torch.ops.aten, each) for each in names if hasattr(torch.ops.aten, each)]
+    tags = {tag for packet in packets for each in packet.overloads() for tag in getattr(packet, each).tags}
+    return torch.Tag.pointwise in tags and not tags & _NOT_BY_ENTRY

@@ -2,9 +2,9 @@
 
 The loop keeps its optimizer object: schedulers change its groups, `step` updates the slices, and a hook then publishes
 them to all ranks. `LoopOptimizer` owns the sum of the gradients over the ranks, from the end of a backward until the
-loop clears it. While the optimizer steps, its groups hold slices as plain tensors. At all other times they hold guarded
-ones (`session.guards`), one for each parameter in the loop's order, so that the loop's changes are counted and can be
-compared between ranks.
+loop clears it. The optimizer's groups hold slices, one for each parameter in the loop's order. While the optimizer
+steps they are plain parameters; at all other times they take operations by entry only (`session.guards`). What the loop
+changed shows in autograd's count of changes in place.
 """
 
 from __future__ import annotations
@@ -14,34 +14,24 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.units import let_go
-from lengthwise.engine.whole_optimizer import WholeOptimizer
+from lengthwise.engine.whole_optimizer import MEMBERS, WholeOptimizer
 from lengthwise.models import whole_model
-from lengthwise.session.guards import (
-    GRADIENTS,
-    WEIGHTS,
-    Slice,
-    by_owner,
-    guarded_gradient,
-    guarded_slice,
-    is_guarded,
-    plain,
-)
+from lengthwise.session.guards import SliceOfParameter, guarded
 from lengthwise.session.withheld import WithheldGradients
 
 
 class LoopOptimizer(SlicedOptimizer):
     """A loop's own optimizer on slices, and the loop's changes of groups and gradients between steps.
 
-    edits: number of changes that the loop made to slices of gradients and of weights. clears: calls of zero_grad.
-    has_edited_weights: whether changes of weights are not published yet. with_gradient: names of the parameters with a
-    gradient: a loss of some rank has reached them since gradients were cleared. compare: compares the ranks, takes the
-    loop's changes of gradients and publishes its changes of weights (`session.agreement`).
+    edits: number of changes that the loop made to gradients. with_gradient: names of the parameters with a gradient: a
+    loss of some rank has reached them since gradients were cleared. compare: compares the ranks, takes the loop's
+    changes of gradients and publishes its changes of weights (`session.agreement`).
     """
 
     compare: Callable[[str], object]
@@ -50,16 +40,14 @@ class LoopOptimizer(SlicedOptimizer):
         self, whole: WholeOptimizer, parameters: Parameters, rank: int, model: nn.Module, *, offloads: bool
     ) -> None:
         super().__init__(whole, parameters, rank, offloads=offloads)
-        self.edits, self.has_edited_weights, self.clears = {"gradients": 0, "weights": 0}, False, 0
+        self.edits = 0
         self.with_gradient = set[str]()  # names of parameters
-        self._folded: tuple[int, float] | None = None  # version and norm of the model's values that the slices have
-        self._is_ahead = False  # whether gradients on the host are newer than those on the device
-        self._guarded, self._gradient_of = dict[str, Slice](), dict[str, Tensor]()
-        for name in self.numbers:
-            place = slice(self._runs[name].start, self._runs[name].stop)
-            self._guarded[name] = guarded_slice(self, parameters.master_weights[place])
-            self._gradient_of[name] = guarded_gradient(self, self._gradients[place])
-        by_number = {self.numbers[name]: each for name, each in self._guarded.items()} | dict(whole.frozen)
+        self._seen_gradients = self._seen_weights = 0  # versions of both with the session's own changes
+        self._gradient_of = {
+            name: guarded(self._gradients[run.start : run.stop], self._bring_gradients)
+            for name, run in self._runs.items()
+        }
+        by_number = {self.numbers[name]: each for name, each in self._pieces.items()} | dict(whole.frozen)
         self._shown = [[by_number[number] for number in each] for each in self._members]
         there = {id(each) for each in whole_model(model).parameters()}
         for each in whole.frozen.values():
@@ -68,18 +56,11 @@ class LoopOptimizer(SlicedOptimizer):
         self.withheld = WithheldGradients(model, whole.given)
         self._own = self.withheld.own
         self._places = {name: each.data_ptr() for name, each in self._own.items() if parameters.keeps_values}
-        self._key_states(to_pieces=False)
-        self._show()
+        for group, members in zip(self.optimizer.param_groups, self._shown, strict=True):
+            group[MEMBERS] = list(members)  # the loop may change the list
         self._hook_in()
         self.withhold_gradients()
-
-    def _key(self, name: str) -> Tensor:
-        return self._guarded[name]
-
-    def _show(self) -> None:
-        """Put guarded slices, and parameters that do not train, into the groups."""
-        for group, members in zip(self.optimizer.param_groups, self._shown, strict=True):
-            group["params"] = list(members)  # the loop may change the list
+        self.see_weights()
 
     def _hook_in(self) -> None:
         """Replace or hook the methods of the optimizer that the loop calls."""
@@ -92,26 +73,25 @@ class LoopOptimizer(SlicedOptimizer):
 
     # What the loop does to slices in the optimizer's groups.
 
-    def before_use(self, kind: str) -> None:
-        """Bring the sum of gradients to the slices, or the values that the loop wrote to the model's parameters."""
-        if kind == GRADIENTS:
-            self._bring_gradients()
-        elif kind == WEIGHTS and not self.has_edited_weights:
-            versions = sum(each._version for each in self._own.values())
-            if self._folded is None or self._folded[0] != versions:
-                self.take_changes()
-                self._folded = versions, self.parameters.norm_of_values()
+    @property
+    def num_weight_edits(self) -> int:
+        """Count the changes of weights of slices that are not published yet."""
+        return self.parameters.master_weights._version - self._seen_weights
 
-    def changed(self, kind: str) -> None:
-        """Count a change of slices."""
-        self.edits[kind] += 1
-        if kind == GRADIENTS:
-            self._is_ahead = self.offloads
-            self.parameters.take_sum()
-        else:
-            self.has_edited_weights = True
+    @property
+    def has_edited_weights(self) -> bool:
+        """Whether changes of weights are not published yet."""
+        return self.num_weight_edits > 0
 
-    @by_owner
+    def see_weights(self) -> None:
+        """Count changes of weights from here."""
+        self._seen_weights = self.parameters.master_weights._version
+
+    def _bring_gradients(self) -> None:
+        if self._is_behind:  # then the loop has changed none since
+            super()._bring_gradients()
+            self._seen_gradients = self._gradients._version
+
     def settle(self) -> None:
         """Take the loop's changes of gradients since the session last ran: set, cleared or edited ones.
 
@@ -119,24 +99,22 @@ class LoopOptimizer(SlicedOptimizer):
             ConfigError: the loop gave the model's own parameters gradients, or changed the members of groups.
         """
         self._check_groups()
-        for name in self.withheld.cleared(self.with_gradient):
-            self._guarded[name].grad = None
-        for name, guarded in self._guarded.items():
-            found, own = guarded.grad, self._gradient_of[name]
-            if found is (own if name in self.with_gradient else None):
-                continue
-            if found is not own:
-                self.before_use(GRADIENTS)
-                room = plain(own)
-                if found is None:
-                    room.zero_()
-                else:
-                    room.copy_(plain(found))
-                self.changed(GRADIENTS)
-            (self.with_gradient.discard if found is None else self.with_gradient.add)(name)
-        if self._is_ahead:
-            self.parameters.grad_shard.copy_(self._gradients)
-            self._is_ahead = False
+        with torch._C.DisableTorchFunctionSubclass():
+            for name in self.withheld.cleared(self.with_gradient):
+                self._pieces[name].grad = None
+            for name, piece in self._pieces.items():
+                found, own = piece.grad, self._gradient_of[name]
+                if found is (own if name in self.with_gradient else None):
+                    continue
+                if found is not own:
+                    self._bring_gradients()
+                    own.detach().zero_() if found is None else own.detach().copy_(found.detach())
+                (self.with_gradient.discard if found is None else self.with_gradient.add)(name)
+        if self._gradients._version != self._seen_gradients:
+            self.edits += self._gradients._version - self._seen_gradients
+            self.parameters.take_sum()
+            if self.offloads:
+                self.parameters.grad_shard.copy_(self._gradients)
         self.withhold_gradients()
 
     def _check_groups(self) -> None:
@@ -145,21 +123,23 @@ class LoopOptimizer(SlicedOptimizer):
             len(group["params"]) == len(own) and all(a is b for a, b in zip(group["params"], own, strict=True))
             for group, own in zip(groups, made, strict=True)
         )
-        frozen = next((name for name, each in self._guarded.items() if not each.requires_grad), None)
+        frozen = next((name for name, each in self._pieces.items() if not each.requires_grad), None)
         if not is_same or frozen is not None:
             got = "other groups, or other parameters in them" if frozen is None else f"a frozen parameter, {frozen}"
             expected = "the groups and parameters that the session was made with, all of them trainable"
             remedy = "Close the session, then make a new optimizer and another session."
             raise ConfigError("optimizer.param_groups", expected=expected, got=got, remedy=remedy)
 
-    @by_owner
     def withhold_gradients(self) -> None:
         """Show the loop which parameters have gradients: stand-ins in the model, slices in the optimizer's groups."""
         self.withheld.show(self.with_gradient)
-        for name, guarded in self._guarded.items():
-            shown = self._gradient_of[name] if name in self.with_gradient else None
-            if guarded.grad is not shown:
-                guarded.grad = shown
+        with torch._C.DisableTorchFunctionSubclass():
+            for name, piece in self._pieces.items():
+                piece.__class__ = SliceOfParameter
+                shown = self._gradient_of[name] if name in self.with_gradient else None
+                if piece.grad is not shown:
+                    piece.grad = shown
+        self._seen_gradients = self._gradients._version
 
     # A backward of the session.
 
@@ -182,65 +162,39 @@ class LoopOptimizer(SlicedOptimizer):
 
     def clear(self, name: str) -> None:
         """Clear a parameter's gradient, as `settle` does if the loop has set it to None."""
-        self._guarded[name].grad = None
+        self._pieces[name].grad = None
         self.settle()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear all gradients of this rank: of the slices, and of the parameters they are summed from."""
-        self.clears += 1
+        self.edits += 1
         if set_to_none:
             self.with_gradient.clear()
         else:
             self.settle()  # the loop may have set some to None
         super().zero_grad()
-        self._is_ahead = False
         self.withhold_gradients()
 
     # A step of the optimizer, and the loop's changes of weights before it.
 
-    def _begin_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Prepare a step: at once, or after its closure, which sees guarded slices. Collective.
-
-        Returns:
-            New arguments of the step, of which args[0] is the optimizer, or None to keep them.
-        """
-        closure = options.get("closure") if len(args) < 2 else args[1]
-        if closure is None:
-            self.before_step()
-            return None
-
-        def run() -> Any:
-            found = closure()
-            with torch.no_grad():  # an optimizer calls closures with gradients
-                self.before_step()
-            return found
-
-        return (args, {**options, "closure": run}) if len(args) < 2 else ((args[0], run, *args[2:]), options)
+    def _begin_step(self, _: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        if (args[1] if len(args) > 1 else options.get("closure")) is not None:
+            remedy = "Call session.backward before optimizer.step()."
+            raise ConfigError("optimizer.step", expected="no closure", got="a closure", remedy=remedy)
+        self.before_step()
 
     def before_step(self) -> None:
-        """Give the optimizer its slices, with the loop's changes of weights and gradients. Collective."""
+        """Give the optimizer plain slices, with the loop's changes of weights and gradients. Collective."""
         self.compare("optimizer.step")
         self.take_changes()
-        self._key_states(to_pieces=True)
-        self._put_into_groups(self._pieces)
+        for piece in self._pieces.values():
+            piece.__class__ = nn.Parameter
         self._give_gradients(self.with_gradient)
 
     def after_step(self) -> None:
         """Publish the updated weights. Collective."""
-        self._key_states(to_pieces=False)
-        self._show()
+        self.withhold_gradients()
         self.publish()
-
-    @by_owner
-    def _key_states(self, *, to_pieces: bool) -> None:
-        """Key the optimizer's states by the slices in the groups, where a loop finds and deletes them."""
-        state = self.optimizer.state
-        for name, piece in self._pieces.items():
-            guarded = self._guarded[name]
-            old, new = (guarded, piece) if to_pieces else (piece, guarded)
-            if old in state:
-                kept = state.pop(old)
-                state[new] = {key: plain(each) if is_guarded(each) else each for key, each in kept.items()}
 
     def take_changes(self) -> None:
         """Copy values that the loop wrote into whole parameters since the last step to the slices.
@@ -253,16 +207,20 @@ class LoopOptimizer(SlicedOptimizer):
             expected, got = "its .data in place, as the session laid it out", f"another tensor, {len(moved)} in all"
             remedy = "Write p.data.copy_(values) instead of p.data = values, or put the first .data back."
             raise ConfigError(f"parameter {moved[0]}", expected=expected, got=got, remedy=remedy)
+        edits = self.num_weight_edits
         super().take_changes()
+        self._seen_weights = self.parameters.master_weights._version - edits
+
+    def take_values(self) -> None:
+        """Copy all values of the model to the slices, as after a load."""
+        edits = self.num_weight_edits
+        self.parameters.take_values()
+        self._seen_weights = self.parameters.master_weights._version - edits
 
     def publish(self) -> None:
         """Send the weights of the slices to all ranks. Collective."""
         super().publish()
-        self.has_edited_weights, self._folded = False, None
-
-    def has_edited_both(self) -> bool:
-        """Return whether the loop wrote to the model's own values after it had changed or read slices."""
-        return self._folded is not None and self._folded[1] != self.parameters.norm_of_values()
+        self.see_weights()
 
     def refuse_unpublished(self) -> None:
         """Refuse a use of the model's own values while slices are newer.
@@ -277,7 +235,7 @@ class LoopOptimizer(SlicedOptimizer):
             raise ConfigError("model", expected=expected, got=got, remedy=remedy)
 
     def _order_hooks(self) -> None:
-        """Let the loop's own hooks of a step see guarded slices, whenever they are registered."""
+        """Let the loop's own hooks of a step see slices that are guarded, whenever they are registered."""
         optimizer: Any = self.optimizer  # torch has no method for the order of hooks
         register = optimizer.register_step_pre_hook
 

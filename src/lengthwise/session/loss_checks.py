@@ -4,9 +4,9 @@ A mean would be right on a single microbatch only. Every step calls a `TokenLoss
 microbatch, whole and in halves, which needs no knowledge of the function. A rank's finding is among the numbers of the
 step's end.
 
-A `ComputeLoss` runs the model, so it is checked only when it is new: a function of other code, or one that refers to
-other functions, strings or switches. Numbers may differ, because its divisor changes from step to step. For two equal
-rows it must return twice the value for one.
+A `ComputeLoss` runs the model, so it is checked only when it is new: another function, or a partial of other arguments.
+Numbers may differ, because its divisor changes from step to step. For two equal rows it must return twice the value for
+one.
 
 On several ranks a loss trains the model alone: each rank would have its share of the gradient of other tensors.
 """
@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import copy
 import math
-import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
-from enum import Enum
 from functools import partial
 from itertools import chain, islice
 from numbers import Number
@@ -63,7 +62,6 @@ _OTHER_MODELS = (
     "Do not run another model in it, such as a teacher, which would see cut and packed rows as one text: give the rows "
     "a column with its values, from token_values of a Session(teacher)."
 )
-_DEPTH, _MOST = 4, 256  # limits of the search through the objects that a function refers to
 
 Evaluate: TypeAlias = Callable[[PlannedStep, Objective], float]
 """Returns the loss of a step. Collective."""
@@ -206,16 +204,16 @@ class ShareInChunks(KnownShare):
 
 @dataclass(kw_only=True)
 class ShareCheck(LossCheck):
-    """The check of a `ComputeLoss`. known: `_parts_of` the functions that passed. planned: the step."""
+    """The check of a `ComputeLoss`. known: the functions that passed, as `_known_by` has them. planned: the step."""
 
-    known: set[object]
+    known: deque[object]
     objective: OfModel
     planned: PlannedStep
     device: torch.device
     made_of: object = None
 
     def __post_init__(self) -> None:
-        self.made_of = _parts_of(self.objective.compute_loss)
+        self.made_of = _known_by(self.objective.compute_loss)
 
     @property
     def suspects(self) -> bool:
@@ -245,7 +243,7 @@ class ShareCheck(LossCheck):
             remedy = "Divide a sum by the step's loss tokens, for example model(**inputs, num_items_in_batch=n).loss. "
             remedy += _OTHER_MODELS
             raise ConfigError(self.objective.name, expected=expected, got=got, remedy=remedy)
-        self.known.add(self.made_of)
+        self.known.append(self.made_of)
 
 
 def kind_of(loss: TokenLoss | None, compute_loss: ComputeLoss | None, *, is_own: bool = False) -> LossKind:
@@ -267,7 +265,7 @@ def objective_of(
 ) -> tuple[Objective, LossCheck | None]:
     """Return the objective of a step, by one of the losses, the model's own or the next token's, and its check.
 
-    model: the engine's model in its wrap. known: `_parts_of` the functions that passed.
+    model: the engine's model in its wrap. known: the compute_loss functions that passed, to which it adds.
 
     Raises:
         ConfigError: two losses were given, the normalizer is not a finite number above 0, or the model's own loss does
@@ -360,38 +358,10 @@ def _short_row(batch: RowBatch) -> dict[str, Any]:
     return found | {"labels": found["input_ids"]}
 
 
-def _parts_of(value: object, depth: int = _DEPTH, seen: set[int] | None = None) -> object:
-    """Return a comparable form of a function: its code, and the functions, strings and switches it refers to.
-
-    Other objects, and objects seen before, count by their type.
-    """
-    if value is None or isinstance(value, str | bool | bytes | types.CodeType | torch.dtype | Enum | type):
-        return value
-    seen = set() if seen is None else seen
-    if not depth or id(value) in seen or isinstance(value, Number | Tensor):
-        return type(value)
-    seen.add(id(value))
-    return type(value), *(_parts_of(each, depth - 1, seen) for each in islice(_inside(value), _MOST))
-
-
-def _inside(value: object) -> Iterator[object]:
-    """Yield the objects that an object refers to, except models, tensors and Python modules."""
-    if isinstance(value, types.MethodType):
-        yield from (value.__func__, value.__self__)
-    elif isinstance(value, types.FunctionType):
-        code = value.__code__
-        yield from (code, value.__defaults__, value.__kwdefaults__)
-        yield from (cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType())
-        yield from (value.__globals__[name] for name in code.co_names if name in value.__globals__)
-    elif isinstance(value, partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, Mapping):
-        yield from chain.from_iterable(value.items())
-    elif isinstance(value, list | tuple):  # without numbers, which a function may count in it
-        yield from (each for each in value if isinstance(each, bool) or not isinstance(each, Number | Tensor))
-    elif (isinstance(value, nn.Module) and next(value.parameters(), None) is None) or _is_plain(value):
-        yield vars(value)
-
-
-def _is_plain(value: object) -> bool:
-    return hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | types.ModuleType)
+def _known_by(function: object) -> object:
+    """Return what makes a function another one: itself; of a partial its parts, but numbers, which differ by step."""
+    if not isinstance(function, partial):
+        return function
+    given = (*function.args, *chain.from_iterable(sorted(function.keywords.items())))
+    kept = [each for each in given if isinstance(each, bool) or not isinstance(each, Number | Tensor)]
+    return _known_by(function.func), kept

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
+from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -100,7 +101,7 @@ class Session(SavedSession):
         **settings: Unpack[SessionOptions],
     ) -> None:
         report_in_a_line()
-        self._known_losses, self._iterators = set[object](), StepsOfIterators()
+        self._known_losses, self._iterators = deque[object](maxlen=8), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
         self._claims = Claims()
         self._closing.callback(self._claims.release)

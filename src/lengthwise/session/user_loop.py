@@ -58,7 +58,7 @@ def _guard_models(updates: LoopOptimizer, models: Sequence[nn.Module], closing: 
     for each in models:
         _put_in_place(each, "zero_grad", updates.zero_grad, models[0], closing)
     if parameters.keeps_values:  # else the model has none here, and refuses all of this by itself
-        hook_until_closed(models[-1].register_load_state_dict_post_hook, parameters.take_values, models[0], closing)
+        hook_until_closed(models[-1].register_load_state_dict_post_hook, updates.take_values, models[0], closing)
         closing.callback(parameters.release)
         for module in models[0].modules():
             _put_in_place(module, "_apply", partial(_convert_nothing, module), models[0], closing)
