@@ -74,7 +74,7 @@ def test_plan_writes_waves_and_pipelines_and_reads_capacities_in_thousands(tmp_p
     plan = read_plan(out)
     assert plan.schedule == {"kind": "pipeline", "stages": 4, "virtual": 2}
     assert plan.requires == ("pipeline",)
-    assert plan.notes["cost"] == "all-terms/1 llama-7b h100 tp1 pp4"
+    assert plan.notes["cost"] == "all-terms/1 llama-7b h100 pp4"
 
 
 def test_plan_on_ranks_of_unequal_speed(tmp_path, capfd):
