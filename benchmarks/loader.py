@@ -44,6 +44,7 @@ from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport, World
 from lengthwise.config import DataSource, build_config
 from lengthwise.core.plan import Plan
+from lengthwise.cost.measured import base_cost
 from lengthwise.data import ByteTokenizer, load_dataset
 from lengthwise.data.fed import FedDataset
 from lengthwise.engine.batch import StepBatch, random_batch
@@ -51,11 +52,13 @@ from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.model_source import tiny_config
 from lengthwise.planner.service.process import PlannerProcess
+from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.run.actors import serving
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.feeds import FedRank
 from lengthwise.run.job import Job
 from lengthwise.session.source import PlanAhead
+from lengthwise.setup import memory_of_settings
 from pages import Findings, markdown, parse_options, verdict
 
 AIM, CAPACITY = 1.02, 8192
@@ -89,16 +92,20 @@ class Loops:
     """One model, and the two ways to run a block of steps on it."""
 
     def __init__(self, job: Job, steps: int) -> None:
-        self._job, self._steps, self._transport = job, steps, SoloTransport()
+        self._steps, self._transport = steps, SoloTransport()
         self._model = build_model(ModelSource(name="tiny", config=tiny_config(), weights=False), seed=0)
         whole_parameters(self._model, self._transport, dtype=torch.float32)
         self._kernel = choose_kernel(torch.device("cpu"))
         self._made: list[tuple[StepBatch, Plan]] = []
         self._batches = job.batches()
+        memory = memory_of_settings(job.config, job.trained, ranks=1, on_gpus=False)
+        cost = base_cost(job.trained.shape, "cpu", precision="fp32")
+        choices = {"planner": job.config.planner, "heads": job.config.heads}
+        self._planning = step_planning(memory, cost, {"none": CAPACITY}, **choices)
 
     def prepared(self, process: PlannerProcess) -> Block:
         """Run a block from prepared data; return seconds a step, and those waited."""
-        planner = lambda batch: process.plan(self._job.planning, batch.lengths)  # noqa: E731
+        planner = lambda batch: process.plan(self._planning, batch.lengths)  # noqa: E731
         ahead = PlanAhead(self._batches, planner, self._transport, timeout_seconds=600)
         self._made, spent, waited = [], 0.0, 0.0
         with noted_tensors() as reading:

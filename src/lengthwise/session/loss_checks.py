@@ -261,7 +261,7 @@ def objective_of(
     loss: TokenLoss | None,
     compute_loss: ComputeLoss | None,
     normalizer: float | None,
-    known: set[object],
+    known: deque[object],
 ) -> tuple[Objective, LossCheck | None]:
     """Return the objective of a step, by one of the losses, the model's own or the next token's, and its check.
 
