@@ -20,10 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.kinds import PACKED, check_lines
 from lengthwise.data.sampler import epoch_order
 from lengthwise.data.source_blocks import SourceBlock, empty_file, read_blocks
-from lengthwise.data.sources import Listing, changed_file, is_table, open_source, version_of
+from lengthwise.data.sources import PACKED, Listing, changed_file, check_lines, is_table, open_source, version_of
 from lengthwise.data.tables import mapped_batches, room_for_a_copy, row_of
 
 _BLOCK = 8 << 20

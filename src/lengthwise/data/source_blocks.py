@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.kinds import HEAD, check_lines
 from lengthwise.data.rows import RawRow, RowParser, decode_utf8
-from lengthwise.data.sources import Listing, is_table, open_source, printable_name
+from lengthwise.data.sources import HEAD, PACKED, Listing, check_lines, is_table, open_source, printable_name
 from lengthwise.data.tables import rows_of_table, table_batches
 
 BLOCK_BYTES = 1 << 16
@@ -138,9 +137,12 @@ def read_blocks(listing: Listing, mark: Sequence[int] | None = None) -> Iterator
 
 
 def _raw(path: Path) -> bytes:
-    """Return the bytes of a document. DataError if it cannot be read, or has rows of JSON."""
+    """Return the bytes of a document. DataError if it cannot be read, is no text, or has rows of JSON."""
     with open_source(path, rows=False) as file:
         raw = file.read()
+    if raw.startswith(PACKED) or b"\0" in raw[:HEAD]:
+        got = f"a file that begins with {raw[:16]!r}"
+        raise DataError(printable_name(path), expected="text", got=got, remedy="Move it out of the folder.")
     if path.name.endswith(".json") and _ROWS_OF_JSON.match(raw[:HEAD]):
         expected, got = "text: each file of a folder is one document", "rows of JSON"
         remedy = "Name it as a source of its own, one object a line."
