@@ -87,7 +87,7 @@ def _sections_in(annotation: Any) -> Iterator[type[Settings]]:
 
 @dataclass(slots=True)
 class _Reading:
-    """Finds problems of raw values. listed: sections whose keys a message has already listed."""
+    """Finds problems of raw values. root: the record to check. listed: sections whose keys a message has listed."""
 
     root: type[TrainingSettings]
     listed: set[type[Settings]] = field(default_factory=set)

@@ -32,8 +32,8 @@ _LINE_END = 10
 class HashOrder:
     """Some parts of all sources, in the order of all rows of the run. A mark is (rows before, lines before).
 
-    Rows before: those of the run before these parts. Lines before: those of the first part's file before it. parts:
-    with the number of their source.
+    Rows before: number of rows of the run before these parts. Lines before: number of lines of the first part's file
+    before it. parts: (number of the source, listing). seed: of the order.
     """
 
     def __init__(self, parts: Sequence[tuple[int, Listing]], *, seed: int) -> None:

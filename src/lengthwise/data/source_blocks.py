@@ -31,11 +31,12 @@ _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|c
 class SourceBlock:
     """Rows of a source that were read together.
 
-    kind, content: `lines` with their line ends, an Arrow stream (`table`), rows as `values` by column or an error, the
-    bytes of a document (`text`, `python`), why a file cannot be read (`error`), or nothing at the `end` of an epoch.
-    label, shown: the file in names of rows and in messages. first: the number of the first row in its file, from 1.
-    offset: the first byte of `lines`. name: of a document. share: how much of its file was read. mark: where the next
-    rows of the file begin, if there are any. source, origin: the numbers of the source and of its listing.
+    kind: what content has: `lines` with their line ends, an Arrow stream (`table`), rows as `values` by column or an
+    error, the bytes of a document (`text`, `python`), the DataError of a file (`error`), None at the `end` of an epoch.
+    label: the file's name in names of rows. shown: its name in messages. first: the number of the first row in its
+    file, from 1. offset: the byte at which `lines` begin. name: the document's name, None for rows. share: the part of
+    its file that was read so far, 0 to 1. mark: the place of the file's next rows, for `read_blocks`. source: number of
+    the source. origin: number of the listing.
     """
 
     kind: Literal["lines", "table", "values", "text", "python", "error", "end"]

@@ -55,8 +55,9 @@ Report = Callable[[DataError], None]
 class Listing:
     """A file of rows, or documents in order.
 
-    names: documents below `root`; None if `root` is a file of rows. part: the lines that begin in bytes [first, last)
-    of `root`; None if all.
+    root: the file of rows, or the folder of documents. label: its name in names of rows. names: paths of documents
+    below `root`, None for a file of rows. python: whether documents are Python. part: bytes [first, last) of `root`, of
+    which the lines that begin there are read; None for the whole file.
     """
 
     root: Path

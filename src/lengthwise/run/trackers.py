@@ -26,7 +26,7 @@ _LOGS |= {"lr": "learning_rate", "peak_memory_bytes": "peak_memory_bytes"}
 
 
 class Trackers(Callback):
-    """Reports steps and evaluations to the trackers of `report_to`. say: prints a tracker's first failure."""
+    """Reports steps and evaluations to the trackers of `report_to`. say: called with a tracker's failure, a line."""
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
