@@ -35,9 +35,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from testing.faults import VARIABLE
 
 import lengthwise
-from lengthwise.core.faults import VARIABLE
 from lengthwise.run import checkpoints as saving
 from lengthwise.run.callbacks import Callback, FinishedStep
 from pages import Findings, markdown, parse_options, verdict

@@ -21,8 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from testing.faults import VARIABLE
+
 from lengthwise.cli import main as lengthwise
-from lengthwise.core.faults import VARIABLE
 
 STEPS, RANKS = 8, (1, 2, 3)
 LONGEST_SECONDS = 120.0  # that any run may take before it counts as hung

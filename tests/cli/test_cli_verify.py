@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
+from testing.staged import Slabs, StagedTransport
 
 from lengthwise.attention import heads, partials
 from lengthwise.cli import verify as cli_verify
 from lengthwise.cli.verify import Verify
-from lengthwise.comm import StagedTransport, join
-from lengthwise.comm.staged import Slabs
+from lengthwise.comm import join
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
 from lengthwise.engine import objective, units

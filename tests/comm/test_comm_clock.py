@@ -9,9 +9,9 @@ from fake_device import FakeDevice
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import run_ranks
+from testing.staged import StagedTransport
 from testing.strict import StrictWorld
 
-from lengthwise.comm import StagedTransport
 from lengthwise.comm.clock import Clock, Spent
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

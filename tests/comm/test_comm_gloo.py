@@ -19,7 +19,7 @@ from testing.ranks import fork_ranks
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
 from lengthwise.comm import world as comm_world
 from lengthwise.comm.groups import DEFAULTS, nccl_options, set_defaults
-from lengthwise.core.errors import DataError, PlanError, RankError, TransferError
+from lengthwise.core.errors import ConfigError, DataError, PlanError, RankError, TransferError
 from lengthwise.run import launch as launching
 from tiers import more
 
@@ -199,6 +199,13 @@ def test_ranks_that_share_a_gpu_move_host_memory_only(gpus_replaced):
         return t.shares_gpus, gpus_replaced
 
     assert fork_ranks(work, 3) == [(True, [("gloo", "None", 10.0, None)])] * 3
+
+    def joins(world):
+        world = dataclasses.replace(world, gpus=2)
+        with pytest.raises(ConfigError, match="a GPU for each rank, as NCCL needs; got a GPU of several"):
+            join(world, timeout_seconds=10)
+
+    fork_ranks(joins, 3)
     alone = World(rank=3, world_size=8, local_rank=3, local_size=8, gpus=1)
     assert str(alone.device) == "cuda:0", "the only one that it is shown"
     assert str(dataclasses.replace(alone, gpus=8).device) == "cuda:3"

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from testing import run_ranks
+from testing.staged import StagedTransport
 from testing.strict import StrictWorld
 
-from lengthwise.comm import Mesh, StagedTransport
+from lengthwise.comm import Mesh
 from lengthwise.core.errors import TransferError
 
 

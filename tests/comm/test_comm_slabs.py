@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing import run_ranks
 from testing.ranks import fork_ranks
+from testing.staged import Slabs, StagedTransport, cut_into_rounds
 from testing.strict import StrictWorld
 
-from lengthwise.comm import StagedTransport, agree, join
-from lengthwise.comm.staged import Slabs, cut_into_rounds
+from lengthwise.comm import agree, join
 from lengthwise.comm.transport import TransportWrapper
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

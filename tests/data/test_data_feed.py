@@ -399,7 +399,7 @@ def test_what_is_no_stream_is_refused_by_name(tmp_path, hub):
         sources = [DataSource(**asked, max_tokens=9, streaming=True)]
         with pytest.raises(DataError, match=said), fed(sources, {"streaming": 1}):
             pass
-    for content, said in (("", "empty file"), ("[1]", "JSON array")):
+    for content, said in (("", "empty file"), ("[1]", "begins with")):
         source.path.write_text(content)
         with pytest.raises(DataError, match=said), fed([source], {"remote": 1}):
             pass

@@ -1,10 +1,8 @@
 """JSON-lines files and their rows: what is taken, and what is refused with file and line."""
 
-import bz2
 import contextlib
 import gzip
 import json
-import lzma
 import os
 import subprocess
 import sys
@@ -213,54 +211,35 @@ def test_rows_refused_alike_are_one_line_with_their_count(load):
     assert "\n" not in str(caught.value)
 
 
-OF_ANOTHER_KIND = {
-    "train": [
-        (b"PK\x03\x04" + b"\n\xe4" * 50, "a file of zip"),
-        (b"PK\x03\x04" + b"xl/workbook.xml" * 50, "a file of Excel"),
-        (b"\x1f\x8b\x08" + b"\n\xe4" * 50, "a whole file of gzip"),
-        (bz2.compress(b"{}"), "a file of bzip2.*bunzip2 < train > train.plain"),
-        (lzma.compress(b"{}"), "a file of xz.*unxz < train > train.plain"),
-        ('{"text": "a"}'.encode("utf-16"), "a file of UTF-16.*iconv"),
-        (b"train.jsonl".ljust(257, b"\0") + b"ustar", "a file of tar"),
-        (gzip.compress(b"train.jsonl".ljust(257, b"\0") + b"ustar", mtime=0), "a file of tar"),
-        (b"MMIDIDX\0\0\1", "an index of Megatron-LM.*IndexedDataset.*input_ids"),
-        (b'[\n  {\n    "text": "a"\n  }\n]\n', "a JSON array"),
-    ],
-    "train.csv": [(b"text\na\n", "JSON lines .*, Parquet or Arrow; got a file of CSV.*read_csv.*train.jsonl")],
-    "train.csv.gz": [(gzip.compress(b"text\na\n", mtime=0), "a file of CSV.*read_csv.*train.jsonl")],
-    "train.jsonl": [
-        (b'"text","no."\r\n"a","1"\r\n', "a file of CSV.*read_csv.*train.plain.jsonl"),
-        (b"text;id\na;1\n", "a file of CSV.*sep=';'"),
-        (b"text\tid\na\t1\n", "a file of TSV.*sep='.t'"),
-    ],
-    "train.TSV": [(b"text\tid\na\t1\n", "a file of TSV.*sep='.t'")],
-    "train.bin": [(b"\1\0\0\0{\0\0\0", "numbers, as Megatron-LM.*IndexedDataset.*input_ids")],
-    "train.txt": [(b"once upon", "a file of plain text.*name its folder")],
-    "train.parquet": [(b"PAR0", "a file of no Parquet")],
-}
-
-
 @pytest.mark.parametrize(
-    ("name", "raw", "said"), [(name, *each) for name, several in OF_ANOTHER_KIND.items() for each in several]
+    "raw",
+    [
+        b"text\na\n",
+        gzip.compress(b"text\na\n"),
+        b"PK\x03\x04" + b"\n\xe4" * 50,
+        '{"text": "a"}'.encode("utf-16"),
+        b'[\n  {"text": "a"}\n]\n',
+        b"PAR0",
+    ],
 )
-def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, name, raw, said):
-    (tmp_path / name).write_bytes(raw)
-    source = DataSource(path=tmp_path / name)
+def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, raw):
+    path = tmp_path / "train.csv"
+    path.write_bytes(raw)
+    said = r"JSON lines .*, Parquet or Arrow; got a file that begins with"
     with pytest.raises(DataError, match=said) as caught:
-        load_dataset([source], tokenizer=ByteTokenizer, vocab_size=None)
-    assert caught.value.where == str(tmp_path / name)
+        load_dataset([DataSource(path=path)], tokenizer=ByteTokenizer, vocab_size=None)
+    assert caught.value.where == str(path)
     with pytest.raises(DataError, match=said):
-        numbered(Listing(root=tmp_path / name, label=name))
+        numbered(Listing(root=path, label="x"))
 
 
-@pytest.mark.parametrize(("name", "made"), [("train.csv", "train.jsonl"), ("train.jsonl", "train.plain.jsonl")])
-def test_a_table_of_text_is_rows_by_the_command_that_its_error_has(tmp_path, name, made):
-    (tmp_path / name).write_text('text,id\n"a, b\nc",007\nNA,8\n')
+def test_a_table_of_text_is_rows_by_the_command_that_its_error_has(tmp_path):
+    (tmp_path / "train.csv").write_text('text,id\n"a, b\nc",007\nNA,8\n')
     with pytest.raises(DataError) as caught:
-        load_dataset([DataSource(path=tmp_path / name)], tokenizer=ByteTokenizer, vocab_size=None)
-    command = caught.value.remedy.removeprefix("Convert it: ").replace("python", sys.executable, 1)
+        load_dataset([DataSource(path=tmp_path / "train.csv")], tokenizer=ByteTokenizer, vocab_size=None)
+    command = caught.value.remedy.partition("by: ")[2].replace("python", sys.executable, 1)
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / made).read_text().splitlines()]
+    rows = [json.loads(line) for line in (tmp_path / "train.csv.jsonl").read_text().splitlines()]
     assert rows == [{"text": "a, b\nc", "id": "007"}, {"text": "NA", "id": "8"}]
 
 
@@ -315,7 +294,7 @@ def test_rows_bad_ones_come_together_first_twenty_and_a_count(load):
 
 def test_rows_bad_ones_of_all_sources_come_together(tmp_path):
     for name in ("a.jsonl", "b.jsonl"):
-        (tmp_path / name).write_text("x\n")
+        (tmp_path / name).write_text("{x\n")
     (tmp_path / "c.jsonl").write_text("")
     sources = [DataSource(path=tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl")]
     with pytest.raises(Problems) as caught:

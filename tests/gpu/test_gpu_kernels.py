@@ -8,6 +8,7 @@ import torch
 from testing import dense_attention, make_plan, relative_error, tiny_family_config
 from testing.attention_ranks import attend_on_ranks
 from testing.mixers import STAND_INS
+from testing.staged import StagedTransport
 from testing.varlen import ReferenceDenseOps, ReferenceFlashAttn, ReferenceVarlenOps
 
 from lengthwise.attention import AttentionNeeds, ReferenceKernel, choose_kernel
@@ -16,7 +17,6 @@ from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import FlashCpuKernel
 from lengthwise.attention.proof import fault_of
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import StagedTransport
 from lengthwise.core.plan import Piece
 from lengthwise.models.mixer_choice import fault_of as fault_of_mixer
 from lengthwise.models.mixer_choice import layers_of

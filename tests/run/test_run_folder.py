@@ -25,10 +25,9 @@ from lengthwise.core import files
 from lengthwise.core.errors import OutputError, WriteError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.run import export, setup, writes
+from lengthwise.run import export, setup
 from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.folder import CONFIG, RunFolder
-from lengthwise.run.writes import MOST_FAILURES
 from run.small_runs import Command, call, count_lines, make_rows, read_lines, resume_after, write_model, write_run
 from tiers import more, some
 
@@ -243,24 +242,17 @@ def test_a_run_whose_folder_is_removed_writes_all_of_it_again(tmp_path):
     assert (tmp_path / "out/model/model.safetensors").exists()
 
 
-def test_a_model_that_cannot_be_saved_at_once_is_saved_when_the_disk_has_room(tmp_path, monkeypatch, capfd):
-    tries = []
+def test_what_cannot_be_written_ends_the_run_with_file_and_reason(tmp_path, monkeypatch, capfd):
+    (tmp_path / "eval.jsonl").mkdir()
+    with pytest.raises(WriteError, match=r"eval\.jsonl: expected .* got .*Is a directory"):
+        RunFolder(tmp_path).on_eval(EvalMetrics(step=1, loss=1.0, num_sequences=1, num_tokens=3, num_loss_tokens=2))
 
-    def failing(model, config, tokenizer, folder):
-        tries.append(folder)
-        if len(tries) < MOST_FAILURES:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write_model(model, config, tokenizer, folder)
+    def failing(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    write_model = setup.write_model
-    monkeypatch.setattr(writes, "_BETWEEN_TRIES_SECONDS", 0.01)
+    path = write_run(tmp_path, make_rows([30, 12]), steps=1)
     monkeypatch.setattr(setup, "write_model", failing)
-    path = write_run(tmp_path, make_rows([30, 12]))
-    assert call("train", path) == 0
-    assert capfd.readouterr().out.count("the model is not saved yet: ") == MOST_FAILURES - 1
-    assert (tmp_path / "out/model/model.safetensors").exists()
-    monkeypatch.setattr(setup, "write_model", lambda *given: (tries.clear(), failing(*given)))
-    assert call("train", path, "--overwrite") == 1
+    assert call("train", path) == 1
     assert "No space left on device" in capfd.readouterr().err
     assert not (tmp_path / "out/model").exists()
 

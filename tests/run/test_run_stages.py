@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 from safetensors.torch import load_file
 from testing import run_ranks, tiny_family_config
+from testing.faults import VARIABLE
 from transformers import AutoModelForCausalLM
 
 from lengthwise.comm import SoloTransport, World
-from lengthwise.core.faults import VARIABLE
 from lengthwise.core.measurements import Term
 from lengthwise.models import find_model
 from lengthwise.profiler.rank_profiler import ProfileSettings, profile

@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from testing.faults import VARIABLE
 
 import lengthwise
-from lengthwise.core.faults import VARIABLE
 from run.small_runs import Command, assert_equal_runs, losses, read_lines, whole
 from run.test_run_resume import run_of
 

@@ -77,8 +77,7 @@ class Recording:
         self.calls, self._fails = [], fails
 
     def __getattr__(self, method):
-        def hear(arguments, state, _control, *, model, logs=None):
-            self.names = (arguments.project, arguments.run_name)
+        def hear(_arguments, state, _control, *, model, logs=None):
             self.calls.append((method, state.global_step, logs))
             if (method, state.global_step) == self._fails:
                 raise RuntimeError("no connection")
@@ -100,15 +99,6 @@ def test_trackers_call_a_callback_as_its_trainer_would(tmp_path, monkeypatch):
     ends = [("on_log", 3), ("on_log", 3), ("on_train_end", 3)]
     assert calls == [("on_train_begin", 0), ("on_log", 1), ("on_log", 2), ("on_log", 2), *ends]
     assert heard.calls[3][2] == {"eval_loss": losses_of_evaluations(tmp_path)[0]}
-
-
-@pytest.mark.parametrize(("tracker", "run_name"), [("trackio", "out"), ("wandb", None)])
-def test_trackers_of_trackio_alone_take_the_name_of_the_run(tmp_path, monkeypatch, tracker, run_name):
-    """The others read variables of their own, which a name would override."""
-    heard = put_in_place(monkeypatch, Recording())
-    monkeypatch.setattr(trackers, "_wandb_finish", lambda: None)
-    lengthwise.train(run_of(tmp_path, [tracker], steps=1))
-    assert heard.names == ("lengthwise", run_name)
 
 
 @pytest.mark.parametrize("ranks", [1, more(2)])

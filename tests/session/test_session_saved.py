@@ -16,12 +16,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from testing.faults import VARIABLE
 
 from lengthwise.checkpoint import part
 from lengthwise.checkpoint.manifest import read_manifest, read_run_manifest, signed
 from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.core.faults import VARIABLE
 from lengthwise.session import Session, state_folder
 from run.small_runs import call
 from session.loops import LargestTensor, in_double, in_ranks, planned_loop, small_model, steps_of

@@ -18,7 +18,6 @@ from lengthwise.comm.exchange import (
 )
 from lengthwise.comm.mesh import Mesh
 from lengthwise.comm.solo import Lone, SoloTransport
-from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.torch_transport import TorchTransport, join
 from lengthwise.comm.transport import Done, Pending, Transport
 from lengthwise.comm.world import World, session_world, world_from_environment
@@ -29,7 +28,6 @@ __all__ = [
     "Mesh",
     "Pending",
     "SoloTransport",
-    "StagedTransport",
     "TorchTransport",
     "Transport",
     "World",

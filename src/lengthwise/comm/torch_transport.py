@@ -25,7 +25,6 @@ from torch import Tensor
 from lengthwise.comm.clock import Clock
 from lengthwise.comm.groups import gloo_group, gloo_groups, nccl_group, refuse_large
 from lengthwise.comm.solo import SoloTransport
-from lengthwise.comm.staged import StagedTransport
 from lengthwise.comm.transfer_watch import Posted, TransferWatch
 from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, lies_on_a_device
 from lengthwise.comm.world import World
@@ -48,7 +47,7 @@ def join(
     Raises:
         TransferError: some ranks did not come.
         RankError: some ranks are on GPUs and some are not.
-        ConfigError: see `transport_wrapper`.
+        ConfigError: ranks share a GPU and no wrapper is set, or see `transport_wrapper`.
     """
     if world.world_size == 1:
         world.claim_device()
@@ -57,8 +56,10 @@ def join(
     transport = TorchTransport(world, timeout_seconds=timeout_seconds, on_phase=on_phase)
     if say is not None:
         say(f"transfers: {_means(world, transport.shares_gpus)}{'' if wrap is None else f', in {os.environ[WRAPPER]}'}")
-    moving = StagedTransport(transport) if transport.shares_gpus else transport
-    return moving if wrap is None else wrap(moving, transport)
+    if wrap is None and transport.shares_gpus:
+        remedy = "Start as many ranks as there are GPUs, or give each rank a GPU of its own."
+        raise ConfigError("ranks", expected="a GPU for each rank, as NCCL needs", got="a GPU of several", remedy=remedy)
+    return transport if wrap is None else wrap(transport, transport)
 
 
 def transport_wrapper() -> Callable[[Transport, TorchTransport], Transport] | None:
@@ -88,7 +89,7 @@ _HOST, _TRANSFERS, _GPUS = "host", "transfers", "gpus"  # groups: collectives on
 
 
 class TorchTransport:
-    """The ranks of a torch.distributed world; if they share a GPU, wrap it in a `StagedTransport`."""
+    """The ranks of a torch.distributed world; if they share a GPU, tests wrap it (`testing/staged.py`)."""
 
     def __init__(
         self, world: World, *, timeout_seconds: float = 600.0, on_phase: Callable[[str], None] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any, TypeAlias, get_args
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from lengthwise.config.foreign_names import FOREIGN_NAMES
 from lengthwise.config.optimizer_config import REFUSED_NAMES
 from lengthwise.config.schema import RunConfig
 from lengthwise.config.setting_types import Settings
@@ -26,7 +24,20 @@ KeyPath: TypeAlias = tuple[str, ...]
 _MOST_TOLD = 100
 _UNKNOWN, _MISSING = "unknown key", "nothing"  # what was got
 _NAMED = re.compile(r"`([\w.]+)")  # a key in a remedy
-_CLOSE_FOREIGN = 0.7  # as `learning` is to `learning_rate`
+_CLOSE_KEY = 0.6  # of many keys: `packing` and `streaming` have 0.5
+# Keys of other trainers whose names here are not alike.
+_OTHER_KEYS: Mapping[str, str] = {
+    "bf16": "`precision: bf16`",
+    "gradient_accumulation_steps": "leave it out, the planner makes the microbatches",
+    "gradient_checkpointing": "`recompute: layer`",
+    "learning_rate": "`optimizer.lr`",
+    "lr_scheduler_type": "`optimizer.schedule`",
+    "max_length": "`data.0.max_tokens`",
+    "max_steps": "`steps`",
+    "model_name_or_path": "`model`",
+    "num_train_epochs": "`epochs`",
+    "per_device_train_batch_size": "`global_batch: {sequences: n}`, of all ranks",
+}
 
 _EXPECTED: Mapping[str, Callable[[dict], str]] = {
     "bool_type": lambda _: "true or false",
@@ -76,7 +87,7 @@ def _sections_in(annotation: Any) -> Iterator[type[Settings]]:
 
 @dataclass(slots=True)
 class _Reading:
-    """Finds problems of raw values. listed: sections whose keys a message has already listed."""
+    """Finds problems of raw values. root: the record to check. listed: sections whose keys a message has listed."""
 
     root: type[TrainingSettings]
     listed: set[type[Settings]] = field(default_factory=set)
@@ -110,7 +121,11 @@ class _Reading:
             except (KeyError, IndexError, TypeError):
                 continue
             section = self._section(place[:-1])
-            near = nearest_name(place[-1], section.model_fields) if unknown and section is not None else None
+            near = (
+                nearest_name(place[-1], section.model_fields, close=_CLOSE_KEY)
+                if unknown and section is not None
+                else None
+            )
             if near is not None and near not in inside:
                 inside[near] = value
         return kept
@@ -145,30 +160,24 @@ class _Reading:
         return KeyProblem(where, expected=expected_value(detail), got=got, remedy=self._remedy(detail))
 
     def _unknown_remedy(self, key: str, section: type[Settings]) -> str:
-        """Suggest what to write: a synonym from another library, a section's key, or a similar name."""
-        if hint := self._hint(key):
-            return hint
-        found = sections_of(self.root).items()
-        sections = [path for path, other in found if section is self.root and key in other.model_fields]
-        if sections:
-            entry = ["0"] * (sections[0][-1] == "data")  # a list: of its first entry
-            return f"`{'.'.join((*sections[0], *entry, key))}`"
-        near = nearest_name(key, section.model_fields)
+        """Suggest what to write: a section's key, a similar name, or the name of another trainer's key here."""
+        places = dict[str, list[str]]()
+        for path, each in sections_of(self.root).items():
+            if section in (self.root, each):
+                for name in each.model_fields:
+                    place = name if each is section else ".".join((*path, name)).replace("data.", "data.0.")
+                    places.setdefault(name, []).append(f"`{place}`")
+        others = {name: hint for name, hint in _OTHER_KEYS.items() if self._has_keys_of(hint)}
+        near = nearest_name(key, {*places, *others}, close=_CLOSE_KEY)
         if near is not None:
-            return f"`{near}`"
-        for foreign in difflib.get_close_matches(key, FOREIGN_NAMES, n=1, cutoff=_CLOSE_FOREIGN):
-            if hint := self._hint(foreign):
-                return hint
+            return others.get(near) or " or ".join(dict.fromkeys(places[near]))
         if section is self.root or section in self.listed:
             return f"no key is called so; {self.root.page} has all keys"
         self.listed.add(section)
         return f"one of {', '.join(sorted(section.model_fields))}"
 
-    def _hint(self, name: str) -> str | None:
-        """Return the name here of another library's key; None if the root lacks that key."""
-        hint = FOREIGN_NAMES.get(name)
-        named = {each.partition(".")[0] for each in _NAMED.findall(hint or "")} & RunConfig.model_fields.keys()
-        return hint.removeprefix("Here it is ") if hint and named <= self.root.model_fields.keys() else None
+    def _has_keys_of(self, hint: str) -> bool:
+        return all(name.partition(".")[0] in self.root.model_fields for name in _NAMED.findall(hint))
 
     def _remedy(self, detail: ErrorDetails) -> str:
         """Return what to write in place of a value, or "" if what is expected says it."""

@@ -1,82 +1,12 @@
-"""Faults for tests, set by `LENGTHWISE_FAULT=point:rank:step:action[,...]` in the environment.
-
-`point` is one of `POINTS`; `action` is `kill` (SIGKILL), `stop` (SIGSTOP), `term` (SIGTERM), `error` (a failing disk)
-or `sleep` (one second). Only the first start of a rank has faults, by the agent's count.
-"""
+"""The hook for faults of tests. `testing/faults.py` has the points and what can happen there."""
 
 from __future__ import annotations
 
-import errno
 import os
-import signal
-import time
-from collections.abc import Mapping
-from functools import cache
-from typing import NamedTuple
-
-from lengthwise.core.errors import ConfigError, raise_problems
-
-VARIABLE = "LENGTHWISE_FAULT"
-POINTS: Mapping[str, str] = {
-    "start": "after a rank has joined, before the first step (step 0, or the step from which the run resumes)",
-    "microbatches": "before the microbatches of a step",
-    "step-end": "after the microbatches, before the ranks share the numbers of the step",
-    "update": "after the gradients were summed, before the update",
-    "updated": "after the update",
-    "checkpoint-copy": "before a rank copies its state",
-    "checkpoint-write": "before a rank writes its file",
-    "checkpoint-written": "after a rank has written its file",
-    "checkpoint-manifest": "on rank 0, before it writes the manifest",
-    "checkpoint-rename": "on rank 0, before it renames a whole checkpoint",
-    "checkpoint-committed": "on rank 0, after it has renamed a whole checkpoint",
-    "model-save": "on rank 0, while it writes the model's folder",
-}
-_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
-ACTIONS = (*_SIGNALS, "error", "sleep")
-_SLEEP_SECONDS = 1.0
-
-
-class _Fault(NamedTuple):
-    point: str
-    rank: int
-    step: int
-    action: str
+from importlib import import_module
 
 
 def fault(point: str, rank: int, step: int) -> None:
-    """Execute the faults set for this point; raise OSError for `error`, and ConfigError as `asked_faults` does."""
-    for each in asked_faults():
-        if each[:3] == (point, rank, step):
-            _act(each)
-
-
-def asked_faults() -> tuple[_Fault, ...]:
-    """Return the faults that the environment sets; raise ConfigError, or Problems, if it cannot be parsed."""
-    if int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) > 0:
-        return ()
-    asked = os.environ.get(VARIABLE)
-    return _read(asked) if asked else ()
-
-
-@cache
-def _read(text: str) -> tuple[_Fault, ...]:
-    problems, found = list[ConfigError](), list[_Fault]()
-    for part in text.split(","):
-        point, rank, step, action = (*part.split(":"), "", "", "", "")[:4]
-        is_whole = part.count(":") == 3 and rank.isdecimal() and step.isdecimal()
-        if not is_whole or point not in POINTS or action not in ACTIONS:
-            expected = f"point:rank:step:action, of points {', '.join(POINTS)} and actions {', '.join(ACTIONS)}"
-            problems.append(ConfigError(VARIABLE, expected=expected, got=repr(part), remedy=f"Unset {VARIABLE}."))
-        else:
-            found.append(_Fault(point, int(rank), int(step), action))
-    raise_problems(problems)
-    return tuple(found)
-
-
-def _act(asked: _Fault) -> None:
-    if asked.action == "error":
-        raise OSError(errno.EIO, f"{os.strerror(errno.EIO)}, as {VARIABLE} asks at {asked.point}")
-    if asked.action == "sleep":
-        time.sleep(_SLEEP_SECONDS)
-        return
-    signal.raise_signal(_SIGNALS[asked.action])  # to this thread: os.kill may reach another thread, later
+    """Let a fault of `LENGTHWISE_FAULT` happen at this point; with it the repository's root is on Python's path."""
+    if os.environ.get("LENGTHWISE_FAULT"):
+        import_module("testing.faults").happen(point, rank, step)

@@ -15,15 +15,15 @@ _CLOSE = 0.5  # of difflib's similarity, 0 to 1; `trian` and `train` have 0.8
 _SHORT = 4  # letters; a name this short must share its first letter: `a100` is not `h100`
 
 
-def nearest_name(name: object, known: Iterable[str]) -> str | None:
-    """Return the known name nearest to `name`, or None if none is near."""
+def nearest_name(name: object, known: Iterable[str], *, close: float = _CLOSE) -> str | None:
+    """Return the known name nearest to `name`, or None if none is as near as `close`."""
     typed, known = str(name), sorted(known)
     if _OTHER_WORDS.get(typed) in known:
         return _OTHER_WORDS[typed]
-    close = difflib.get_close_matches(typed, known, n=1, cutoff=_CLOSE)
-    if not close or (len(typed) <= _SHORT and close[0][0] != typed[0]):
+    near = difflib.get_close_matches(typed, known, n=1, cutoff=close)
+    if not near or (len(typed) <= _SHORT and near[0][0] != typed[0]):
         return None
-    return close[0]
+    return near[0]
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str | None:

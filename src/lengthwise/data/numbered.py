@@ -20,10 +20,9 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.kinds import PACKED, check_lines
 from lengthwise.data.sampler import epoch_order
 from lengthwise.data.source_blocks import SourceBlock, empty_file, read_blocks
-from lengthwise.data.sources import Listing, changed_file, is_table, open_source, version_of
+from lengthwise.data.sources import PACKED, Listing, changed_file, check_lines, is_table, open_source, version_of
 from lengthwise.data.tables import mapped_batches, room_for_a_copy, row_of
 
 _BLOCK = 8 << 20
@@ -33,8 +32,8 @@ _LINE_END = 10
 class HashOrder:
     """Some parts of all sources, in the order of all rows of the run. A mark is (rows before, lines before).
 
-    Rows before: those of the run before these parts. Lines before: those of the first part's file before it. parts:
-    with the number of their source.
+    Rows before: number of rows of the run before these parts. Lines before: number of lines of the first part's file
+    before it. parts: (number of the source, listing). seed: of the order.
     """
 
     def __init__(self, parts: Sequence[tuple[int, Listing]], *, seed: int) -> None:

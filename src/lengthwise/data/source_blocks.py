@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lengthwise.core.errors import DataError
-from lengthwise.data.kinds import HEAD, check_lines
 from lengthwise.data.rows import RawRow, RowParser, decode_utf8
-from lengthwise.data.sources import Listing, is_table, open_source, printable_name
+from lengthwise.data.sources import HEAD, PACKED, Listing, check_lines, is_table, open_source, printable_name
 from lengthwise.data.tables import rows_of_table, table_batches
 
 BLOCK_BYTES = 1 << 16
@@ -32,11 +31,12 @@ _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|c
 class SourceBlock:
     """Rows of a source that were read together.
 
-    kind, content: `lines` with their line ends, an Arrow stream (`table`), rows as `values` by column or an error, the
-    bytes of a document (`text`, `python`), why a file cannot be read (`error`), or nothing at the `end` of an epoch.
-    label, shown: the file in names of rows and in messages. first: the number of the first row in its file, from 1.
-    offset: the first byte of `lines`. name: of a document. share: how much of its file was read. mark: where the next
-    rows of the file begin, if there are any. source, origin: the numbers of the source and of its listing.
+    kind: what content has: `lines` with their line ends, an Arrow stream (`table`), rows as `values` by column or an
+    error, the bytes of a document (`text`, `python`), the DataError of a file (`error`), None at the `end` of an epoch.
+    label: the file's name in names of rows. shown: its name in messages. first: the number of the first row in its
+    file, from 1. offset: the byte at which `lines` begin. name: the document's name, None for rows. share: the part of
+    its file that was read so far, 0 to 1. mark: the place of the file's next rows, for `read_blocks`. source: number of
+    the source. origin: number of the listing.
     """
 
     kind: Literal["lines", "table", "values", "text", "python", "error", "end"]
@@ -138,9 +138,12 @@ def read_blocks(listing: Listing, mark: Sequence[int] | None = None) -> Iterator
 
 
 def _raw(path: Path) -> bytes:
-    """Return the bytes of a document. DataError if it cannot be read, or has rows of JSON."""
+    """Return the bytes of a document. DataError if it cannot be read, is no text, or has rows of JSON."""
     with open_source(path, rows=False) as file:
         raw = file.read()
+    if raw.startswith(PACKED) or b"\0" in raw[:HEAD]:
+        got = f"a file that begins with {raw[:16]!r}"
+        raise DataError(printable_name(path), expected="text", got=got, remedy="Move it out of the folder.")
     if path.name.endswith(".json") and _ROWS_OF_JSON.match(raw[:HEAD]):
         expected, got = "text: each file of a folder is one document", "rows of JSON"
         remedy = "Name it as a source of its own, one object a line."

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, cast
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
 from lengthwise.data.hub import hub_files
-from lengthwise.data.kinds import GZIP, HEAD, PACKED, check_head
 from lengthwise.data.prepared import is_prepared
 from lengthwise.data.tables import (
     ARROW_FILE,
@@ -36,6 +35,12 @@ from lengthwise.data.tables import (
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
+HEAD = 4096  # bytes of a file that show its kind
+GZIP = b"\x1f\x8b"
+PACKED = (GZIP, ZSTANDARD)  # how packed lines begin
+_BEGINS = (b"", b"{", b"\xef")  # lines of JSON, with a byte order mark too, which the first row's error names
+_AS_LINES = """Write an object a line, CSV for example by: python -c "import pandas; pandas.read_csv('NAME', \
+dtype=str, keep_default_na=False).to_json('NAME.jsonl', orient='records', lines=True)\""""
 PART_BYTES = 16 << 20  # of tokens or source files
 # tests, and packages installed or compiled beside the library
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -50,8 +55,9 @@ Report = Callable[[DataError], None]
 class Listing:
     """A file of rows, or documents in order.
 
-    names: documents below `root`; None if `root` is a file of rows. part: the lines that begin in bytes [first, last)
-    of `root`; None if all.
+    root: the file of rows, or the folder of documents. label: its name in names of rows. names: paths of documents
+    below `root`, None for a file of rows. python: whether documents are Python. part: bytes [first, last) of `root`, of
+    which the lines that begin there are read; None for the whole file.
     """
 
     root: Path
@@ -162,6 +168,15 @@ def is_table(file: BufferedReader) -> bool:
     return file.peek(HEAD).startswith((PARQUET, ARROW_FILE, ARROW_STREAM))
 
 
+def check_lines(file: BufferedReader, path: Path) -> None:
+    """Raise DataError for an open, unpacked file that does not begin with an object of JSON."""
+    head = file.peek(HEAD)[:HEAD]
+    if head.lstrip()[:1] not in _BEGINS:
+        expected = "JSON lines (plain, gzip or Zstandard), Parquet or Arrow"
+        got, remedy = f"a file that begins with {head[:16]!r}", _AS_LINES.replace("NAME", path.name)
+        raise DataError(printable_name(path), expected=expected, got=got, remedy=remedy)
+
+
 def parts_of(listing: Listing, most_bytes: int) -> list[Listing]:
     """Cut plain lines and documents into parts of about `most_bytes`; a table or packed file is one part."""
     if listing.names is not None:
@@ -199,7 +214,6 @@ def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
         with path.open("rb") as file:
             before = os.fstat(file.fileno())
             head = file.peek(HEAD)
-            check_head(head, path, shown, rows=rows)
             if rows and head.startswith(GZIP):
                 with gzip.GzipFile(fileobj=file) as packed:
                     yield BufferedReader(cast(RawIOBase, packed))

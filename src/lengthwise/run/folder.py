@@ -39,7 +39,6 @@ from lengthwise.run.lines import COUNTED, LEDGER, LINES, METRICS, OLD_LEDGER, St
 from lengthwise.run.resume import EARLIER, MODEL, Resume
 from lengthwise.run.resume import FOLDER as CHECKPOINTS
 from lengthwise.run.trackers import TENSORBOARD
-from lengthwise.run.writes import Writes, insist
 
 CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
@@ -56,15 +55,13 @@ _BLOCK_BYTES = 4096  # the least that a file takes on disk
 class RunFolder(Callback):
     """Writes the files of one run; every line is written at once, so that a run that dies leaves its lines.
 
-    If a write fails, `note` is called, the run continues, and the write is tried again. When plans or ledger take more
-    than `most_log_bytes`, the oldest are removed.
+    A write that fails is a WriteError. When plans or ledger take more than `most_log_bytes`, the oldest are removed.
     """
 
     def __init__(
         self, path: Path, note: Callable[[str], None] = lambda _line: None, *, most_log_bytes: float = _MOST_LOG_BYTES
     ) -> None:
         self.path, self._note = path, note
-        self._writes = Writes(path, note)
         self._most_log_bytes = most_log_bytes
         self._plans: deque[tuple[Path, int]] = deque()  # paths and bytes, the oldest first
         self._plan_bytes = 0
@@ -235,45 +232,32 @@ class RunFolder(Callback):
     def on_step(self, step: FinishedStep) -> None:
         """Write a step's plan, sequences and metrics."""
         metrics = step.metrics
-        with self.writing():
-            name, plan = f"plans/step-{metrics.step:06d}.json.gz", compress_plan(step.plan.to_json())
-            self._writes.append(name, plan)
+        name, plan = f"plans/step-{metrics.step:06d}.json.gz", compress_plan(step.plan.to_json())
+        self._append(name, plan)
         self._count_plan(self.path / name, len(plan))
-        self._append(LEDGER, {"step": metrics.step, "sequences": list(step.sequences)})
+        self._append_row(LEDGER, {"step": metrics.step, "sequences": list(step.sequences)})
         self._drop_old()
-        self._append(METRICS, {key: value for key, value in asdict(metrics).items() if value is not None})
+        self._append_row(METRICS, {key: value for key, value in asdict(metrics).items() if value is not None})
 
     def on_not_finite(self, found: NotFinite) -> None:
         """Write a value that is not finite."""
-        self._append("not_finite.jsonl", asdict(found))
+        self._append_row("not_finite.jsonl", asdict(found))
 
     def on_eval(self, metrics: EvalMetrics) -> None:
         """Write the result of an evaluation."""
-        self._append("eval.jsonl", asdict(metrics))
+        self._append_row("eval.jsonl", asdict(metrics))
 
-    def finish(self) -> None:
-        """Write everything that could not be written before."""
-        with self.writing():
-            self._writes.finish()
-
-    def save_model(self, write: Callable[[Path], None]) -> None:
-        """Let `write` fill the model's folder, at most three times if the disk fails.
-
-        Raises:
-            OutputError: the third try failed.
-        """
-
-        def once() -> None:
-            with self.saving() as folder:
-                write(folder)
-
-        insist(once, lambda error: self._note(f"the model is not saved yet: {error}"), OutputError)
-
-    def _append(self, name: str, row: dict[str, object]) -> None:
+    def _append_row(self, name: str, row: dict[str, object]) -> None:
         if name in self._num_lines:
             self._num_lines[name] += 1
-        with self.writing():
-            self._writes.append(name, f"{json.dumps(row)}\n".encode())
+        self._append(name, f"{json.dumps(row)}\n".encode())
+
+    def _append(self, name: str, content: bytes) -> None:
+        path = self.path / name
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)  # someone may have removed it
+            with path.open("ab") as file:
+                file.write(content)
 
     def _count_plan(self, path: Path, num_bytes: int) -> None:
         on_disk = max(num_bytes, _BLOCK_BYTES)
@@ -323,4 +307,4 @@ def writing(path: Path, kind: type[OutputError] = WriteError) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         remedy = "Free or repair the disk, or choose another output."
-        raise kind(str(path), expected="a folder that can be written", got=str(error), remedy=remedy) from None
+        raise kind(str(path), expected="a path that can be written", got=str(error), remedy=remedy) from None

@@ -119,5 +119,5 @@ def _save(run: RankRun) -> None:
     run.check_parameters()
     with run.whole_on_first():
         if not run.rank:
-            run.folder.save_model(run.write_model)
-            run.folder.finish()
+            with run.folder.saving() as unfinished:
+                run.write_model(unfinished)

@@ -26,7 +26,6 @@ from lengthwise.comm import (
 )
 from lengthwise.config import RunConfig, build_config, dump_config, load_config
 from lengthwise.core.errors import Collector, ConfigError
-from lengthwise.core.faults import asked_faults
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.profiler.place import first_gpu_name
 from lengthwise.run.checks import prepare_job, settle
@@ -96,7 +95,6 @@ def read_start(
     world = collector.attempt(lambda: _torchrun(ranks))
     collector.attempt(lambda: ranks is None or read_whole("ranks", ranks, most=MOST_RANKS))
     collector.attempt(lambda: _check_timeout(timeout_seconds))
-    collector.attempt(asked_faults)
     config = collector.attempt(lambda: _settings(run, overrides))
     gpus = None if config is None else collector.attempt(partial(count_used_gpus, config.device))
     if config is not None:

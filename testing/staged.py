@@ -1,7 +1,8 @@
 """A transport through host memory: tensors on a GPU are copied out, sent from there, and copied in again.
 
-NCCL takes one rank per device; with this, several processes can share a GPU, for checks. Messages are cut into chunks
-of a few pinned slabs (`Slabs`), with two rounds under way at a time. Sums may round differently than NCCL's.
+NCCL takes one rank per device; with this, several processes can share a GPU, for checks. Ranks that share one get it by
+LENGTHWISE_TRANSPORT_WRAPPER=testing.staged:staged. Messages are cut into chunks of a few pinned slabs (`Slabs`), with
+two rounds under way at a time. Sums may round differently than NCCL's.
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
+from lengthwise.comm.torch_transport import TorchTransport
 from lengthwise.comm.transport import Done, Key, Message, Pending, Transport, TransportWrapper, lies_on_a_device
 
 SLAB_BYTES = 8 << 20  # copies of this size run at full speed
 MOST_SLABS = 16
 _ROUNDS_UNDER_WAY = 2
+
+
+def staged(moving: Transport, world: TorchTransport) -> Transport:
+    """Return `moving` through host memory if ranks share a GPU."""
+    return StagedTransport(moving) if world.shares_gpus else moving
 
 
 class StagedTransport(TransportWrapper):
