@@ -22,7 +22,7 @@ from lengthwise.core.errors import ConfigError
         ("0xFf", 255),
         ("-.inf", -math.inf),
         (".INF", math.inf),
-        ("010", 10.0),
+        ("010", "010"),
         ("~", None),
         ("", None),
         ("Null", None),

@@ -56,18 +56,19 @@ def test_folder_of_rows_is_its_files_in_order(tmp_path):
 @pytest.mark.parametrize("prepared", [False, True])
 def test_bad_rows_are_left_out_and_counted_only_when_told(tmp_path, prepared):
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"text": "a"}\n{"text": 3}\n{"txt": "a"}\n\xff\n{"text": "\\ud800"}\n{"text": "b"}\n{"te')
+    rows = b'{"text": "a"}\n{"text": 3}\n{"txt": "a"}\n\xff\n{"text": "\\ud800"}\n{"text": "b"}\n{"te'
+    path.write_bytes(b"oops\n" + rows)
     with pytest.raises(Problems, match="cut off"):
         load(DataSource(path=path))
     source, told = DataSource(path=path, bad_rows="skip"), []
     plain = load_dataset([source], tokenizer=ByteTokenizer, vocab_size=None, on_bad_row=told.append)
-    assert [each.where.rpartition(":")[2] for each in told] == ["2", "3", "4", "5", "7"]
+    assert [each.where.rpartition(":")[2] for each in told] == ["1", "3", "4", "5", "6", "8"]
     if prepared:
         prepare([source], tmp_path / "store", part_bytes=30)
         plain = load(DataSource(path=tmp_path / "store"))
-    assert plain.lengths.tolist() == [1, 0, 0, 0, 0, 1, 0]
-    assert plain.skipped == {"bad": 5}
-    assert plain.name(5) == "rows.jsonl:6"
+    assert plain.lengths.tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
+    assert plain.skipped == {"bad": 6}
+    assert plain.name(6) == "rows.jsonl:7"
 
 
 def test_bad_rows_skipped_are_no_leave_for_empty_and_long_ones(tmp_path):

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 HEAD = 4096  # bytes of a file that show its kind
 GZIP = b"\x1f\x8b"
 PACKED = (GZIP, ZSTANDARD)  # how packed lines begin
-_BEGINS = (b"", b"{", b"\xef")  # lines of JSON, with a byte order mark too, which the first row's error names
+_BEGINS = (b"{", b"\xef")  # lines of JSON, with a byte order mark too, which the first row's error names
 _AS_LINES = """Write an object a line, CSV for example by: python -c "import pandas; pandas.read_csv('NAME', \
 dtype=str, keep_default_na=False).to_json('NAME.jsonl', orient='records', lines=True)\""""
 PART_BYTES = 16 << 20  # of tokens or source files
@@ -169,9 +169,10 @@ def is_table(file: BufferedReader) -> bool:
 
 
 def check_lines(file: BufferedReader, path: Path) -> None:
-    """Raise DataError for an open, unpacked file that does not begin with an object of JSON."""
+    """Raise DataError for an open, unpacked file that is an array, or none of whose first lines is an object."""
     head = file.peek(HEAD)[:HEAD]
-    if head.lstrip()[:1] not in _BEGINS:
+    has_objects = any(line.lstrip().startswith(_BEGINS) for line in head.split(b"\n"))
+    if head.strip() and (head.lstrip()[:1] == b"[" or not has_objects):
         expected = "JSON lines (plain, gzip or Zstandard), Parquet or Arrow"
         got, remedy = f"a file that begins with {head[:16]!r}", _AS_LINES.replace("NAME", path.name)
         raise DataError(printable_name(path), expected=expected, got=got, remedy=remedy)
