@@ -115,8 +115,9 @@ def with_layout(settings: SessionSettings, ranks: SessionRanks, cost: Cost) -> S
         (room,) = least(transport, [free_bytes(settings.device, transport.device_ranks) + _held_bytes(settings)])
         known = {"room_bytes": room or None}
     if lengths:
-        known |= {"lengths": lengths_of_a_batch(lengths, settings.batch_tokens), "longest": max(lengths)}
-        known["batch"] = settings.batch_tokens
+        known |= {"longest": max(lengths), "batch": settings.batch_tokens}
+    if sum(lengths) >= settings.batch_tokens:  # of a stream only the longest row is known
+        known["lengths"] = lengths_of_a_batch(lengths, settings.batch_tokens)
     margin = MODEL_ERROR if settings.stored is None else 0.0  # a loop that reads the model prefers whole values
     machine = Machine(ranks=number, here=here, on_gpus=settings.on_gpus)
 

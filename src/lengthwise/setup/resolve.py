@@ -1,7 +1,7 @@
 """The layout of settings on a machine that need not exist here, and what a step then holds.
 
-The layout is the named one; for `shard: auto` it is the fastest that fits by estimate, on CPUs the first that fits,
-because there transfers and computing share cores, which the costs do not model.
+The layout is the named one. For `shard: auto` it is the fastest that fits by estimate where lengths are known, else the
+first that fits; on CPUs too, because there transfers and computing share cores, which the costs do not model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lengthwise.cost import (
     ranks_of_node,
     wanted_tokens,
 )
-from lengthwise.simulator.layouts import layout_seconds, usual_lengths
+from lengthwise.simulator.layouts import layout_seconds
 
 Asked = TypeVar("Asked", bound=TrainingSettings)
 
@@ -125,7 +125,7 @@ def resolve(
     """Return these settings with a resolved layout.
 
     cost: with whole parameters on every rank; if None, memory alone decides. room_bytes: of one rank, if known.
-    lengths: of the first global batch, if known. longest, batch: tokens of the longest sequence, and the most tokens
+    lengths: of a global batch; if None, no layout is timed. longest: tokens of the longest sequence. batch: most tokens
     of a global batch.
     margin: the share of its time by which another layout must be faster than the first that fits.
 
@@ -148,10 +148,10 @@ def resolve(
     recompute = settings.recompute if capacity is None or settings.recompute != "auto" else "none"
     kinds = model.kinds if recompute == "auto" else [recompute]
     seconds: LayoutSeconds | None = None
-    is_timed = machine.on_gpus and model.trained != 0
+    is_timed = machine.on_gpus and model.trained != 0 and lengths
     if is_timed and room_bytes is not None and cost is not None:
         seconds = layout_seconds(
-            lengths or usual_lengths(ranks, capacity),
+            lengths,
             cost,
             room_bytes,
             kinds=kinds,
