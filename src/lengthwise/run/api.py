@@ -26,8 +26,8 @@ from lengthwise.run.callbacks import Callback, TrainResult
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import on_ranks
+from lengthwise.run.main import train_rank
 from lengthwise.run.prepared_run import Run, agree_on_data, join_with, read_start
-from lengthwise.run.rank import train_rank
 from lengthwise.run.verify import VerifyReport, verify_rank
 from lengthwise.run.verify_batch import VerifyBatch, part_of_batch, whole_batch
 
