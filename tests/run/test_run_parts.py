@@ -12,7 +12,7 @@ from testing.ranks import fork_ranks
 from lengthwise.comm import World
 from lengthwise.core.errors import DataError
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.run import main as rank
+from lengthwise.run import main as main as rank
 from lengthwise.run.callbacks import StepMetrics
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.prepared_run import join_with

@@ -51,7 +51,7 @@ def test_lock_step_waits_for_the_slowest_of_every_microbatch() -> None:
 
 def test_lock_step_cuts_every_microbatch_over_the_same_ranks() -> None:
     run = _step(LockStep(size=1, degree=2), [10, 4], 5, 10)
-    assert sorted(zip(run.main.tolist(), run.end.tolist(), strict=True)) == [(0, 5.5), (1, 5.5), (2, 2.5), (3, 2.5)]
+    assert sorted(zip(run.rank.tolist(), run.end.tolist(), strict=True)) == [(0, 5.5), (1, 5.5), (2, 2.5), (3, 2.5)]
     assert run.held_tokens.max() == 5
 
 

@@ -54,7 +54,7 @@ def train_steps(run: RankRun) -> TrainResult:
         while planned is not None and done.stopped_by is None:
             step, step_start = session.steps + 1, time.perf_counter()
             session.engine.transport.phase = f"step {step}, start"
-            fault("microbatches", run.main, step)
+            fault("microbatches", run.rank, step)
             result = session.backward(planned)
             if result.grad_norm is not None:
                 _update(run, result.grad_norm, rate(step))
@@ -91,12 +91,12 @@ def train_steps(run: RankRun) -> TrainResult:
 
 def _update(run: RankRun, norm: float, lr: float) -> None:
     step, limit = run.session.steps, run.job.config.optimizer.max_grad_norm
-    fault("update", run.main, step)
+    fault("update", run.rank, step)
     with reporting_update(run.engine.transport):
         if limit is not None:
             run.optimizer.scale_gradients(clip_factor(limit, norm))
         run.optimizer.step(lr)
-    fault("updated", run.main, step)
+    fault("updated", run.rank, step)
 
 
 def _report(run: RankRun, planned: PlannedStep, result: StepResult, lr: float) -> StepMetrics:
@@ -118,6 +118,6 @@ def _save(run: RankRun) -> None:
     run.engine.transport.phase = "saving the model"
     run.check_parameters()
     with run.whole_on_first():
-        if not run.main:
+        if not run.rank:
             with run.folder.saving() as unfinished:
                 run.write_model(unfinished)

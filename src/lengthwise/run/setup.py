@@ -214,9 +214,9 @@ def _measure_costs(rank: RankRun, world: World) -> None:
 def begin(run: RankRun) -> None:
     """Begin or continue the run's folder. Collective."""
     job = run.job
-    fault("start", run.main, run.session.steps)
+    fault("start", run.rank, run.session.steps)
     run.leave_if_asked("the first step")
-    if not run.main:
+    if not run.rank:
         if job.resume is not None:
             run.folder.go_on(job.config, job.resume)
         else:
