@@ -12,7 +12,7 @@ from testing.ranks import fork_ranks
 from lengthwise.comm import World
 from lengthwise.core.errors import DataError
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.run import main as main as rank
+from lengthwise.run import main
 from lengthwise.run.callbacks import StepMetrics
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.prepared_run import join_with
@@ -100,7 +100,7 @@ def test_what_one_rank_finds_wrong_is_raised_on_all_ranks():
 def test_under_torchrun_a_second_signal_does_not_end_a_run_of_one_rank(monkeypatch):
     """A cluster signals all processes of a job, and torchrun its own again: the checkpoint must still be committed."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert rank._is_alone(World(rank=0, world_size=1))
-    assert not rank._is_alone(World(rank=0, world_size=2))
+    assert main._is_alone(World(rank=0, world_size=1))
+    assert not main._is_alone(World(rank=0, world_size=2))
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
-    assert not rank._is_alone(World(rank=0, world_size=1))
+    assert not main._is_alone(World(rank=0, world_size=1))
