@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, MemoryShortage
 from lengthwise.core.held import fullest_tokens
-from lengthwise.session import engine, room
+from lengthwise.session import capacity as room
+from lengthwise.session import engine
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 WORDS = 4096

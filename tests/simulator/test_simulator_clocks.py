@@ -169,7 +169,7 @@ def test_plans_with_offload_and_heads_simulate_near_their_score(planner: str, re
     cost = all_terms_cost(SHAPE, replace(HARDWARE.with_kernel("flash2"), link_bytes_per_second=2e10))
     tokens = [200_000, 200_000, 90_000, 40_000, 9000, 3000] * 4
     options = {"planner": planner, "layers": 32, "offload": "auto", "heads": "auto", "recompute": recompute}
-    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), cost, PlanOptions(**options))
+    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=4096), cost, PlanOptions(**options))
     timeline = simulate_plan(plan, cost)
     assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
     if planner == "lengthwise":
