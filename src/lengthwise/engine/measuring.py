@@ -352,11 +352,7 @@ def _of_chunks(lines: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _lines(seen: Sequence[Seen], part: str, layers: int) -> Moments:
-    """Return the lines through a part of two passes: of each operation if both did the same, else of the highest.
-
-    Raises:
-        FallingLine: more rows held less at some moment.
-    """
+    """Return the lines through a part of two passes: of each operation if both did the same, else of the highest."""
     parts: list[Segment] = [getattr(each, part) for each in seen]
     rows, more = (each.rows for each in seen)
     passes = [

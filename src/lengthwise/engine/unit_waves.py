@@ -78,11 +78,7 @@ class Waves:
         self._wave, self._entered, self._is_backward = self._wave + 1, -1, False
 
     def _enter(self, number: int, module: nn.Module, _inputs: object) -> None:
-        """Gather a unit's values before a module of it runs.
-
-        Raises:
-            ModelRefused: they were freed, as the model runs its units in another order.
-        """
+        """Gather a unit's values before a module of it runs."""
         if self.is_off or number in self._there:
             return
         if self._is_backward:

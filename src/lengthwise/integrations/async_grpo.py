@@ -232,12 +232,7 @@ class _Shared(IterableDataset[Examples]):
             reader.queue = _Polled(reader.queue, share)
 
     def __iter__(self) -> Iterator[Examples]:
-        """Iterate without end. Collective.
-
-        Raises:
-            RankError: rank 0 could not read the queue; there the error is that of TRL or the worker.
-            TransferError: another rank has ended.
-        """
+        """Iterate without end. Collective."""
         read = self._received if self._reader is None else partial(self._sent, iter(self._reader))
         while True:
             yield Examples(rows=tuple(map(_row, read())), num_examples=self._size)

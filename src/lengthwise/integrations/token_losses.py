@@ -221,11 +221,7 @@ class TokenLossMixin(PlannedTrainerMixin):
         return self._balance
 
     def _gradients(self, loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of TRL's loss by the numbers of tokens; keep that by the balance loss.
-
-        Raises:
-            ConfigError: the loss depends on more, see `gradients_by`.
-        """
+        """Return the gradients of TRL's loss by the numbers of tokens; keep that by the balance loss."""
         *found, by_balance = gradients_by("compute_loss", loss, (*leaves, self._balance), self.model)
         self._coefficient = by_balance.item()
         return tuple(found)

@@ -286,11 +286,7 @@ class PlannedTrainerMixin(_Base):
             return self.compute_loss(self.model_wrapped, dict(inputs), num_items_in_batch=normalizer)  # type: ignore[arg-type]
 
     def _check_loss(self, normalizer: float) -> None:
-        """Refuse a loss that does not divide by num_items_in_batch, such as a mean over a microbatch.
-
-        Raises:
-            ConfigError: twice the num_items_in_batch does not halve the loss.
-        """
+        """Refuse a loss that does not divide by num_items_in_batch, such as a mean over a microbatch."""
         self._loss_is_checked = self._divides_by_items() and not self._is_denied
         if self._loss_is_checked:
             return

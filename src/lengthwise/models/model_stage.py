@@ -118,11 +118,7 @@ class _Slot:
 
 
 class _Parts:
-    """The parts of a causal language model, found by their kinds, not by name.
-
-    Raises:
-        ModelRefused: the model has other parts.
-    """
+    """The parts of a causal language model, found by their kinds, not by name."""
 
     def __init__(self, model: Any) -> None:
         self.decoder: nn.Module = model.get_decoder()

@@ -72,7 +72,7 @@ class FinitePolicy:
             found = NotFinite(step=step, what="parameter", value=str(value), sequences=tuple(self._sequences))
             self._stop(found, "Lower optimizer.lr or optimizer.weight_decay. The model is not saved.")
 
-    def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
+    def accepts(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         """Return whether a value of the current step is finite; if not, skip the step or end the run. Collective.
 
         Raises:
@@ -119,15 +119,15 @@ class RunStepEnd(StepEnd):
             asks_for_checkpoint=self.checkpoints.asks,
         )
 
-    def takes(self, step: int, ranks: Sequence[RunNumbers]) -> None:
+    def receive(self, step: int, ranks: Sequence[RunNumbers]) -> None:
         """Check the parameters after the previous step."""
         self.ranks = ranks
         self.memory.start()
         self.finite.check_parameters(step - 1, [rank.largest for rank in ranks])
 
-    def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
+    def accepts(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         """Apply the run's policy for values that are not finite."""
-        return self.finite.holds(step, what, value, sequences)
+        return self.finite.accepts(step, what, value, sequences)
 
     @property
     def asks_for_checkpoint(self) -> bool:

@@ -192,7 +192,7 @@ class _Planned:
 class _Comparison(StepEnd):
     """The end of a step that accepts values that are not finite."""
 
-    def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
+    def accepts(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
         del step, what, value, sequences
         return True
 

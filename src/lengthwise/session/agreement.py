@@ -43,7 +43,7 @@ _OWN = 6  # numbers of a rank before its digests
 class Agreement:
     """Compares the ranks of a session.
 
-    updates: the loop's own optimizer, or None without one.
+    updates: the loop's own optimizer; None in a session that only evaluates.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class Agreement:
     def reach(self, name: str, *, allows: bool = True, **given: Any) -> bool:
         """Compare the ranks and their arguments before they run `name`; then publish the loop's changes. Collective.
 
-        given: numbers and texts that `name` was called with.
+        given: numbers and texts among the arguments of `name`.
 
         Returns:
             Whether `allows` is true on all ranks.
 
         Raises:
-            RankError: a rank did other things than the first.
+            RankError: a rank's calls differ from those of rank 0.
             ConfigError: weights were changed in two ways at once.
         """
         updates, now, wrong = self._updates, self._counted(), None
@@ -146,7 +146,7 @@ class Agreement:
         return bool(rows[:, 5].all())
 
     def _refuse_others(self, rows: Tensor, did: Mapping[str, Any]) -> None:
-        """Raise on all ranks if a digest differs from the digest of the first rank with the same parameters."""
+        """Raise on all ranks if a digest differs from that of the first rank with the same parameters."""
         where = f"rank {self._transport.rank}, {self._transport.phase}"
         if rows[:, 0].any():
             got = f"an error on rank {int(rows[:, 0].argmax())}"
@@ -205,7 +205,7 @@ class SessionStepEnd(StepEnd):
         del step
         return SessionNumbers(**asdict(own), missing=self.updates.num_missing)
 
-    def takes(self, step: int, ranks: Sequence[Any]) -> None:
+    def receive(self, step: int, ranks: Sequence[Any]) -> None:
         """Give a gradient to every parameter that a loss has reached on any rank, as in a plain loop. Collective.
 
         In nearly all steps one rank has reached all, and the numbers of the step's end suffice.

@@ -39,11 +39,11 @@ _AMPLE = 2.0  # times the bytes on a rank alone; other layouts need less than th
 class Measuring:
     """Measures what an engine's microbatches hold, alike on all ranks.
 
-    kinds: of recomputation, to choose from. heads: as in settings. most_tokens: of a global batch. logits_at_once: that
-    the loss makes; if None, all. leaving_bytes: that the store of offload holds back; None without offload. kept_bytes:
-    that the optimizer has yet to allocate. end_bytes: that the end of a step needs while no microbatch runs. trains:
-    whether the model does; else its passes hold no more than with recomputed layers, and are measured so. shares:
-    whether plans may compute prefixes once.
+    kinds: kinds of recomputation to choose from. heads: the setting for split heads. most_tokens: most tokens of a
+    global batch. logits_at_once: logits per loss chunk, None for all. leaving_bytes: bytes of host copies in flight,
+    None without offload. kept_bytes: bytes that the optimizer still has to allocate. end_bytes: bytes that the end of a
+    step needs, while no microbatch runs. trains: True if the model trains; without gradients a pass holds no more than
+    with recomputed layers, and is measured so. shares: True if plans may compute prefixes once.
     """
 
     engine: Engine
@@ -58,7 +58,7 @@ class Measuring:
     shares: bool = False
 
     def memory(self) -> RankMemory:
-        """Return what all kinds of recomputation hold, in all layouts. Collective.
+        """Measure the bytes that every kind of recomputation holds, in all layouts. Collective.
 
         Raises:
             FallingLine: on a rank, the longer of two passes held less; every rank raises it.
@@ -95,9 +95,9 @@ class Measuring:
         return RankMemory(budget_bytes=budget, layouts=layouts, leaving_bytes=leaving)
 
     def held(self, *, ratio: float | None = None) -> Capacities:
-        """Return the tokens that a rank holds, the same on all ranks, of kinds that leave room for 128. Collective.
+        """Return the tokens that every rank holds, for the kinds of recomputation that leave room for 128. Collective.
 
-        ratio: of offload, where every microbatch has the same.
+        ratio: offloaded share of activations, where it is the same for every microbatch.
         """
         memory, plain, offloading = self.memory(), dict[str, int](), dict[str, int]()
         for kind in memory.layouts:
@@ -113,16 +113,16 @@ class Measuring:
         return Capacities(plain=plain, offloading=offloading, memory=memory)
 
     def _budget(self) -> float:
-        """Return the bytes for a microbatch, the least of all ranks. Collective.
+        """Return the bytes that every rank has free for a microbatch. Collective.
 
-        0 where the end of a step does not fit. Passes run before: what libraries allocated in them once is not free.
+        0 where the end of a step does not fit. Passes run first: bytes that libraries allocate once are then not free.
         """
         transport = self.engine.transport
         free = free_bytes(self.engine.device, transport.device_ranks) * (1 - RESERVED) - self.kept_bytes
         return least(transport, [free if self.end_bytes <= free else 0.0])[0]
 
     def _others(self) -> list[Layout]:
-        """List how sequences may lie other than whole on one rank."""
+        """List the layouts of a sequence other than whole on one rank."""
         mesh: Mesh = self.engine.part()["mesh"]
         config: Any = self.engine.model.config
         ranks = mesh.num_replicas
@@ -136,7 +136,7 @@ class Measuring:
         return layouts
 
     def _measured(self, passes: SmallPasses) -> StepBytes:
-        """Return what small passes measure; if one rank refuses its passes, all do. Collective."""
+        """Measure small passes; if one rank refuses its passes, all do. Collective."""
         engine, kind, found, wrong = self.engine, passes.recompute, None, dict[str, str]()
         mesh, chunks = engine.part()["mesh"], engine.part()["chunks"]
         try:
@@ -173,7 +173,7 @@ def measuring_of(
     end_bytes: float = 0.0,
     shares: bool = False,
 ) -> Measuring:
-    """Return what measures an engine's microbatches; arguments as of `Measuring`."""
+    """Make the `Measuring` of an engine's microbatches, from the fields of `Measuring`."""
     offload, leaving = engine.offload, None
     if trains and offload is not None and offload.ratio not in ("off", 0.0):
         leaving = LEAVING_BYTES[offload.store]
@@ -200,11 +200,11 @@ def measured_of(
     kept_bytes: float = 0.0,
     end_bytes: float = 0.0,
 ) -> tuple[Capacities, Capacities | None]:
-    """Measure what a rank of a session or a run holds; arguments as of `Measuring`. Collective.
+    """Measure the tokens that a rank of a session or a run holds, from the fields of `Measuring`. Collective.
 
-    takes_any_loss: whether losses may come that need whole logits. Returns (what it holds with the session's own loss,
-    what it holds with losses over whole logits). The second may hold no kind; it is None if no other loss can come, or
-    if the session's own makes whole logits, too.
+    takes_any_loss: True if later losses may need whole logits. Returns (capacity with the session's own loss, capacity
+    with losses over whole logits). The second may hold no kind; it is None if no other loss can come, or if the
+    session's own loss makes whole logits, too.
 
     Raises:
         MemoryShortage: not even 128 tokens of the session's own loss fit.
@@ -264,9 +264,9 @@ def _embedding_alone_trains(model: Any) -> Iterator[None]:
 
 
 def capacities_sentence(capacities: Capacities, batch_tokens: int) -> str:
-    """Say what a rank holds, by kind of recomputation where they differ, and the bytes for that.
+    """Describe the tokens that a rank holds, by kind of recomputation where they differ, and the bytes for them.
 
-    batch_tokens: of a global batch at most.
+    batch_tokens: most tokens of a global batch.
     """
     plain, memory = capacities.plain, capacities.memory
     needs = {kind: memory.peak_bytes(kind, tokens) for kind, tokens in plain.items()}

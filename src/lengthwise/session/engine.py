@@ -40,12 +40,12 @@ from lengthwise.session.source import PlanAhead, PlannedStep, StepPlanner
 class Engine:
     """Runs planned steps.
 
-    planner: plans a step; set on rank 0 once the session plans. num_heads: attention heads, which plans may split.
-    dtype: dtype of the parameters. autocast: dtype of mixed precision. If None, a surrounding torch.autocast decides.
-    logits_at_once: logits that a loss makes at a time. If None, all of a microbatch. seed: seed of dropout. offload:
-    offloading of activations, as in a run file. parameters: owner of the parameters and gradients, or None if nothing
-    trains. pipeline: the pipeline of which this rank is a stage, or None if the rank runs the whole model. layers:
-    forwards that planned passes use in place of the model's own. measured: results of small passes, by their key.
+    planner: function that plans a step, on rank 0 once the session plans. num_heads: number of attention heads, which
+    plans may split. dtype: dtype of the parameters. autocast: dtype of mixed precision; None leaves it to a surrounding
+    torch.autocast. logits_at_once: logits per loss chunk, None for all. seed: seed of dropout. offload: settings of
+    activation offloading. parameters: owner of the parameters and gradients, None if nothing trains. pipeline: this
+    rank's pipeline, None if the rank runs the whole model. layers: forwards that planned passes use in place of the
+    model's own. measured: results of small passes, by key.
     """
 
     model: nn.Module
@@ -73,7 +73,7 @@ class Engine:
         return whole_model(self.model).config
 
     def steps(self, batches: Iterator[StepBatch], planner: StepPlanner | None = None) -> PlanAhead:
-        """Plan the steps of batches ahead, the same on all ranks. planner: used in place of the engine's own."""
+        """Plan the steps of batches ahead, the same on all ranks. planner: replaces the engine's own."""
         return PlanAhead(
             batches,
             planner or self.planner,
@@ -103,7 +103,7 @@ class Engine:
         return {"mesh": self.pipeline.mesh, "chunks": self.pipeline.stage.own}
 
     def next_token(self, batch: StepBatch, divisor: float | None = None) -> Objective:
-        """Return the loss of the next token: its sum over a batch, divided by `divisor` or the batch's loss weight."""
+        """Return the next-token loss: the sum over a batch, divided by `divisor` (by default the batch's loss weight)."""
         weight = batch.loss_weight if divisor is None else divisor
         return NextToken(batch=batch, divisor=weight, logits_at_once=self.logits_at_once)
 
@@ -139,7 +139,7 @@ class Engine:
         return sum(self.each_rank(own.loss_sum))
 
     def planned(self, batch: StepBatch, name: str, planner: StepPlanner | None = None) -> PlannedStep:
-        """Plan one batch. Collective. name: the step in messages. planner: as in `steps`."""
+        """Plan one batch. Collective. name: the step's name in messages. planner: replaces the engine's own."""
         steps = self.steps(iter([batch]), planner)
         try:
             planned = steps.next(name)
@@ -200,7 +200,7 @@ class Engine:
 
 
 def engine_of(model: Any, transport: Transport, *, chunked: bool, **how: Any) -> Engine:
-    """Make the engine of a Hugging Face model. chunked: losses make logits in chunks. how: fields of `Engine`."""
+    """Make the engine of a Hugging Face model. chunked: True for losses over chunks of logits. how: fields of `Engine`."""
     config: Any = model.config
     words, on_gpus = text_config(config).vocab_size, how["device"].type == "cuda"
     return Engine(

@@ -31,7 +31,7 @@ _NOT_BY_ENTRY = {torch.Tag.reduction, torch.Tag.data_dependent_output, torch.Tag
 
 
 class WithheldGradient(Tensor):
-    """A gradient without memory; any use of it raises, by Python or by a backward that adds to it."""
+    """A gradient without memory; any use of it by Python or by a backward raises."""
 
     @staticmethod
     def __new__(cls: Any, parameter: Tensor) -> Any:
@@ -54,7 +54,7 @@ class WithheldGradient(Tensor):
 
 
 class Slice(Tensor):
-    """This rank's slice of a gradient, or a tensor computed from slices. bring: brings its values up to date."""
+    """This rank's slice of a gradient, or a tensor computed from slices. bring: function that updates its values."""
 
     bring: Callable[[], object] | None = None
 

@@ -21,7 +21,7 @@ def check_longest(
 ) -> None:
     """Check that a sequence of `longest` tokens fits on all ranks together. Collective.
 
-    end_bytes: as of `Measuring`.
+    end_bytes: bytes that the end of a step needs.
 
     Raises:
         DataError: it does not fit.
@@ -67,7 +67,7 @@ def _smaller_loss(settings: SessionSettings, measuring: Measuring, tokens: int, 
 def _savers(settings: SessionSettings, measuring: Measuring, tokens: int, plain: Mapping[str, int]) -> list[str]:
     """List the settings of recomputation and of offload that let a rank hold `tokens` tokens. Collective.
 
-    plain: measured capacities. Of the ranks of different stages the fullest counts.
+    plain: measured capacities. With several stages the fullest rank counts.
     """
     transport, can_offload = measuring.engine.transport, settings.text.config.num_hidden_layers > 2
     leaving = max(LEAVING_BYTES.values()) if can_offload else None  # whatever store it would be

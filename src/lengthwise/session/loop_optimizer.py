@@ -30,8 +30,8 @@ class LoopOptimizer(SlicedOptimizer):
     """A loop's own optimizer on slices, and the loop's changes of groups and gradients between steps.
 
     edits: number of changes that the loop made to gradients. with_gradient: names of the parameters with a gradient: a
-    loss of some rank has reached them since gradients were cleared. compare: compares the ranks, takes the loop's
-    changes of gradients and publishes its changes of weights (`session.agreement`).
+    loss of some rank has reached them since gradients were cleared. compare: function that compares the ranks, takes
+    the loop's changes of gradients and publishes its changes of weights (`session.agreement`).
     """
 
     compare: Callable[[str], object]
@@ -145,7 +145,7 @@ class LoopOptimizer(SlicedOptimizer):
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Add the gradients of backwards inside the block; call `reach` then with the parameters that have some."""
+        """Add the gradients of backwards inside the block, then call `reach` with the parameters that have gradients."""
         self.withheld.begin()
         with super().collecting():
             yield

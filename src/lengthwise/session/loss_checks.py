@@ -69,10 +69,10 @@ Evaluate: TypeAlias = Callable[[PlannedStep, Objective], float]
 
 @dataclass(kw_only=True)
 class LossCheck:
-    """A check of one step's loss, on several ranks that it trains the model alone.
+    """A check of one step's loss; on several ranks also that it trains nothing but the model.
 
-    others: the tensors outside of the model that it trains on this rank, by id. found: whether a rank `suspects` the
-    loss, is_of_others: whether a rank has `others`; both are set at the step's end.
+    others: trained tensors outside of the model on this rank, by id. found: True if a rank `suspects` the loss.
+    is_of_others: True if a rank has `others`. The step's end sets both.
     """
 
     others: dict[int, Tensor] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class LossCheck:
         self.is_of_others = any(number >= 2 for number in numbers)
 
     def watched(self, engine: Engine, objective: Objective) -> Objective:
-        """Return the objective, on several ranks such that `others` are found."""
+        """Return the objective; on several ranks it also collects `others`."""
         if engine.transport.world_size == 1:  # all gradients are on this rank
             return objective
         own = frozenset(map(id, engine.model.parameters()))
@@ -125,9 +125,9 @@ class SumCheck(LossCheck):
     is_due: bool = True
 
     def compare(self, loss: TokenLoss, output: Any, tokens: Tokens, labels_of: Callable[[], Tensor]) -> None:
-        """Call the loss on tokens with labels, whole and in halves; a loss that fails on a part is not checked.
+        """Call the loss on tokens with labels, whole and in halves; do not check a loss that fails on a part.
 
-        labels_of: returns the labels of the tokens on the host, without waiting for the device.
+        labels_of: function that returns the tokens' labels on the host, without waiting for the device.
         """
         if not self.is_due:
             return
@@ -183,7 +183,7 @@ class SumCheck(LossCheck):
 
 
 class KnownShare(partial[Tensor]):
-    """A `ComputeLoss` that is known to return a share, so it is not checked; it may make all logits of a microbatch.
+    """A `ComputeLoss` known to return a share, so it needs no check; it may make all logits of a microbatch.
 
     It calls the model once, with all inputs that it gets, and leaves balance losses of routers to the engine.
     """
@@ -191,7 +191,7 @@ class KnownShare(partial[Tensor]):
     kind = replace(IN_CHUNKS, whole_logits=True)
 
     def of_labels(self, labels_alone: bool) -> KnownShare:
-        """Set whether tokens without a label do not count, and return itself."""
+        """Set whether only tokens with a label count; return itself."""
         self.kind = replace(self.kind, labels_alone=labels_alone)
         return self
 
@@ -204,7 +204,7 @@ class ShareInChunks(KnownShare):
 
 @dataclass(kw_only=True)
 class ShareCheck(LossCheck):
-    """The check of a `ComputeLoss`. known: the functions that passed, as `_known_by` has them. planned: the step."""
+    """The check of a `ComputeLoss`. known: functions that passed, as keys of `_known_by`. planned: the step."""
 
     known: deque[object]
     objective: OfModel
@@ -247,7 +247,7 @@ class ShareCheck(LossCheck):
 
 
 def kind_of(loss: TokenLoss | None, compute_loss: ComputeLoss | None, *, is_own: bool = False) -> LossKind:
-    """Return what plans for a step's loss depend on. is_own: whether the model has a loss of its own."""
+    """Return the properties of a loss that plans depend on. is_own: True if the model computes its own loss."""
     if isinstance(compute_loss, KnownShare):
         return compute_loss.kind
     return IN_CHUNKS if loss is None and compute_loss is None and not is_own else OF_USER
@@ -265,7 +265,7 @@ def objective_of(
 ) -> tuple[Objective, LossCheck | None]:
     """Return the objective of a step, by one of the losses, the model's own or the next token's, and its check.
 
-    model: the engine's model in its wrap. known: the compute_loss functions that passed, to which it adds.
+    model: the engine's model in its wrap. known: compute_loss functions that passed; new ones are added.
 
     Raises:
         ConfigError: two losses were given, the normalizer is not a finite number above 0, or the model's own loss does
@@ -359,7 +359,7 @@ def _short_row(batch: RowBatch) -> dict[str, Any]:
 
 
 def _known_by(function: object) -> object:
-    """Return what makes a function another one: itself; of a partial its parts, but numbers, which differ by step."""
+    """Return a function's key: itself; of a partial its parts without numbers, which differ by step."""
     if not isinstance(function, partial):
         return function
     given = (*function.args, *chain.from_iterable(sorted(function.keywords.items())))

@@ -36,9 +36,9 @@ from lengthwise.session.row_batch import RowBatch
 class Tokens:
     """This rank's tokens of a microbatch, all (tokens,), in the order of the model's outputs.
 
-    shift_labels: the token to predict after each token, -100 without a loss. sequences: number of each token's row in
-    the step. columns: the rows' other columns, (tokens, ...) each. is_check: whether the call only checks, on some of
-    the tokens, that the loss is a sum; a loop's own counters should skip it.
+    shift_labels: token to predict after each token, -100 without a loss. sequences: number of each token's row in the
+    step. columns: the rows' other columns by name, (tokens, ...). is_check: True if this call only checks on some
+    tokens that the loss is a sum; a loop's own counters should skip it.
     """
 
     input_ids: Tensor
@@ -62,10 +62,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossKind:
-    """What plans for a loss depend on.
+    """The properties of a loss that plans depend on.
 
-    whole_logits: whether it may need all logits of a microbatch at once. labels_alone: whether tokens without a label
-    are known not to count, so that rows may share them.
+    whole_logits: True if the loss may need all logits of a microbatch at once. labels_alone: True if tokens without a
+    label are known not to count, so that rows may share them.
     """
 
     whole_logits: bool
@@ -117,7 +117,7 @@ class OfModel:
 
     `model` is the function's argument; a planned forward of any of its parts counts. The row has one more token of
     padding, and labels are moved one to the right, so that the usual shift pairs each token with its successor in the
-    sequence, however the sequence was cut and packed. name: the function in messages.
+    sequence, however the sequence was cut and packed. name: the function's name in messages.
     """
 
     batch: RowBatch
@@ -158,7 +158,7 @@ class OfModel:
 
 @contextmanager
 def _without_plan(model: nn.Module) -> Iterator[None]:
-    """Call a `loss_function` that the user has set as plain forwards do, without the plan in the inputs."""
+    """Call a `loss_function` that the user has set without the plan in its inputs, as plain forwards do."""
     attributes = vars(whole_model(model))
     own = attributes.get("_loss_function")
     if own is None:
@@ -180,7 +180,7 @@ OF_MODEL = "loss of the model"  # in messages
 
 
 def own_share(model: nn.Module, batch: RowBatch, normalizer: float) -> ComputeLoss:
-    """Return the loss that a model computes itself as a `ComputeLoss`, which refers to all that it is made of.
+    """Return the model's own loss as a `ComputeLoss` that keeps all its parts.
 
     Raises:
         ConfigError: it does not take the normalizer, or the rows' weights.
@@ -250,7 +250,7 @@ def one_number(
 
 
 def leaves_beside(loss: Tensor, given: Collection[Any]) -> list[Tensor]:
-    """Return the leaves that the gradient of a loss reaches, without those behind `given`, nodes of its graph."""
+    """Return the leaves that the gradient of a loss reaches, without those behind the nodes `given` of its graph."""
     found = [loss] if loss.is_leaf and loss.requires_grad else list[Tensor]()
     seen, left = {None, *given}, list[Any]([loss.grad_fn])
     while left:
@@ -265,9 +265,9 @@ def leaves_beside(loss: Tensor, given: Collection[Any]) -> list[Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watched:
-    """An `Objective` that notes the leaves outside of the model that its loss reaches beside the decoder's outputs.
+    """An `Objective` that collects the leaves outside of the model that its loss reaches beside the decoder's outputs.
 
-    own: ids of the model's parameters. others: the leaves found so far, by id.
+    own: ids of the model's parameters. others: leaves found so far, by id.
     """
 
     objective: Objective
@@ -310,7 +310,7 @@ def _decoder_ends(model: Any) -> Iterator[set[Any]]:
 def gradients_by(where: str, loss: Tensor, leaves: Sequence[Tensor], model: nn.Module) -> tuple[Tensor, ...]:
     """Return the gradients of a loss by the gathered values that it is computed from; 0 where it depends on none.
 
-    where: the function in messages.
+    where: the function's name in messages.
 
     Raises:
         ConfigError: the loss depends on other tensors that need a gradient, which would be lost.
@@ -343,5 +343,5 @@ def models_called(own: nn.Module | None = None) -> Iterator[list[str]]:
 
 
 def described(leaf: Tensor) -> str:
-    """Return a text of a tensor that needs a gradient, outside of the model."""
+    """Describe a tensor outside of the model that needs a gradient."""
     return f"a {'parameter' if isinstance(leaf, nn.Parameter) else 'tensor'} {tuple(leaf.shape)} beside the model"

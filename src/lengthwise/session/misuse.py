@@ -49,7 +49,7 @@ def _is_iterable(value: object) -> bool:
 
 
 def _takes(count: int, value: object) -> bool:
-    """Return whether a value is a function that takes `count` arguments, as far as its signature is known."""
+    """Return whether a value is a function of `count` arguments, as far as its signature is known."""
     if not callable(value):
         return False
     try:
@@ -119,7 +119,7 @@ def shown(value: object) -> str:
 
 
 def refuse_modes(what: str, cast: torch.dtype | None) -> None:
-    """Refuse to train inside a block without gradients or with fp16. cast: dtype of mixed precision, if any.
+    """Refuse to train inside a block without gradients or with fp16. cast: dtype of mixed precision, None without it.
 
     Raises:
         ConfigError: torch records no gradients, or casts to fp16.

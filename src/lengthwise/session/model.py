@@ -111,7 +111,7 @@ def check_trained_dtype(model: nn.Module) -> None:
 
 
 class _OfDtype(NamedTuple):
-    """Parameters of a dtype: their entries, and the name of one."""
+    """Parameters of a dtype: number of their entries, and the name of one."""
 
     entries: int
     name: str
@@ -146,7 +146,7 @@ def can_share_prefixes(model: Any) -> bool:
 
 
 def towers_sentence(model: Any) -> str | None:
-    """Name the trainable parameters that training on text leaves alone, or return None if there are none."""
+    """Name the trainable parameters that training on text does not change; return None if there are none."""
     named = {name: each for name, each in left_alone(model).items() if each.requires_grad}
     if not named:
         return None

@@ -41,7 +41,7 @@ _UNMEASURED_TOKENS = 4096  # assumed capacity when layers are cut into stages be
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """An open session. settings: with the layout that was taken. optimizer: on slices; None if nothing trains."""
+    """An open session. settings: settings with the chosen layout. optimizer: one on slices, None if nothing trains."""
 
     settings: SessionSettings
     ranks: SessionRanks
@@ -62,7 +62,7 @@ def open_session(
     ranks: SessionRanks | None,
     closing: ExitStack,
 ) -> Opened:
-    """Open a session with the arguments of `Session`. Collective. closing: runs when the session ends.
+    """Open a session with the arguments of `Session`. Collective. closing: stack that runs when the session ends.
 
     Raises:
         LengthwiseError: see `Session`.
@@ -98,7 +98,7 @@ def open_session(
 
 
 def with_layout(settings: SessionSettings, ranks: SessionRanks, cost: Cost) -> SessionSettings:
-    """Return settings with a layout: the one asked for, or the fastest that fits. Collective.
+    """Add a layout to settings: the one asked for, or the fastest that fits. Collective.
 
     Rank 0 decides, by its costs. The bytes that model and optimizer hold already count as free, because they move.
 
@@ -139,7 +139,7 @@ def _held_bytes(settings: SessionSettings) -> int:
 
 
 def _read(settings: SessionSettings, ranks: SessionRanks) -> tuple[SessionSettings, OwnRows | None]:
-    """Read a stored model; return settings with it, and the source of this rank's own rows, if it reads some."""
+    """Read a stored model; return settings with it, and the source of this rank's own rows, None if it reads none."""
     if settings.stored is None:
         return settings, None
     transport, stages = ranks.transport, settings.asked.stages
@@ -224,11 +224,7 @@ def _written(layers: range) -> str:
 
 
 def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
-    """Refuse a model whose values on rank 0, which all ranks take, have NaN or infinity. Collective.
-
-    Raises:
-        ModelRefused: on all ranks, with the names of parameters.
-    """
+    """Refuse a model with NaN or infinity on rank 0, whose values all ranks get. Collective."""
     given = () if transport.rank else model.named_parameters()
     wrong = [name for name, each in given if not each.is_meta and not is_finite(each)]
     found = broadcast_bytes(transport, None if transport.rank else first_names(wrong).encode()).decode()
@@ -239,11 +235,7 @@ def _refuse_not_finite(model: nn.Module, transport: Transport) -> None:
 
 
 def _check_host_optimizer(settings: SessionSettings, ranks: SessionRanks) -> None:
-    """Refuse an offloaded optimizer that does not fit into host memory; rank 0 says if it saves nothing. Collective.
-
-    Raises:
-        MemoryShortage: it does not fit.
-    """
+    """Refuse an offloaded optimizer that does not fit into host memory; report if it saves nothing. Collective."""
     transport, key = ranks.transport, "offload_optimizer" if settings.stored is None else "optimizer.offload"
     if settings.trained.offloads and settings.on_gpus:
         free, fewest = least(transport, [free_bytes(torch.device("cpu"), 1), -ranks.local_ranks])

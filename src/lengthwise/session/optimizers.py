@@ -29,7 +29,7 @@ _WHY_NONE_OF: Mapping[str, str] = {"bitsandbytes": _OF_FEW_BITS, "torchao": _OF_
 def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False, is_given: bool = True) -> Optimizer:
     """Check a loop's optimizer; return the torch optimizer inside a library's wrap.
 
-    is_given: whether the loop gave the model, too; else only the session can make the optimizer.
+    is_given: True if the loop gave the model, too; if not, only the session can make the optimizer.
 
     Raises:
         ConfigError, Problems: it cannot be sharded or offloaded, or its parameters are not the model's trainable ones.

@@ -28,9 +28,9 @@ _WHOLE = {"logits": "whole"}  # a note of plans
 class SessionPlanning:
     """Planning for losses in chunks, and for losses over whole logits; both are the same under a given capacity.
 
-    expects: the loss for which steps are planned ahead. shares: whether rows may share prefixes without labels, unless
-    the loop has set dropout or a balance loss since; allows: whether the ranks agreed at the last step that it has not.
-    process: the planner's process, on rank 0. slow_ranks: follows the speeds of ranks; None without measured costs.
+    expects: loss for which steps are planned ahead. shares: True if rows may share prefixes without labels, as long as
+    the loop sets no dropout or balance loss. allows: True if all ranks found at the last step that it has set none.
+    process: the planner's process, on rank 0. slow_ranks: observer of the ranks' speeds, None without measured costs.
     """
 
     chunked: StepPlanning
@@ -42,12 +42,12 @@ class SessionPlanning:
     slow_ranks: SlowRanks | None = None
 
     def start(self, process: PlannerProcess) -> StepPlanner:
-        """Plan with a process from now on; return a function that plans a step ahead for the losses then expected."""
+        """Plan with a process from now on; return a function that plans a step ahead for the expected losses."""
         self.process = process
         return lambda batch: self._plan(process, self.ahead, batch, self.expects)
 
     def reprice(self, cost: Cost) -> None:
-        """Plan the steps to come by costs that were measured since, and follow the speeds of ranks."""
+        """Plan later steps by newly measured costs, and follow the speeds of ranks."""
         self.chunked, self.whole = (replace(each, cost=cost) for each in (self.chunked, self.whole))
         self.slow_ranks = SlowRanks()
 
@@ -60,7 +60,7 @@ class SessionPlanning:
         return float(plan.notes["predicted_seconds"]) + self.chunked.cost.step_end_seconds(self.chunked.ranks)
 
     def plan(self, engine: Engine, batch: StepBatch, name: str, loss: LossKind) -> PlannedStep:
-        """Plan a batch for a loss. Collective. name: the step in messages.
+        """Plan a batch for a loss. Collective. name: the step's name in messages.
 
         Raises:
             MemoryShortage: whole logits of 128 tokens do not fit.
@@ -97,14 +97,16 @@ class SessionPlanning:
         return self.whole if loss.whole_logits else self.chunked
 
     def suits(self, plan: Plan, loss: LossKind) -> bool:
-        """Return whether a plan is for this session's ranks, fits into memory with the loss, and shares what may be."""
+        """Return whether a plan is for these ranks, fits into memory with the loss, and shares no prefixes that it may
+        not.
+        """
         fits = not loss.whole_logits or self.whole.notes.items() <= plan.notes.items()
         shares = self._may_share(loss) or not plan.parents
         return plan.ranks == self.chunked.ranks and fits and shares
 
 
 def for_whole_logits(planning: StepPlanning, held: Capacities) -> StepPlanning:
-    """Return the planning for losses over whole logits, by the capacities `held`, which may be empty."""
+    """Return the planning for losses over whole logits, with the capacities `held`, which may be empty."""
     if planning.measured is None:  # evaluates alone
         held_tokens = {"none": max(held.plain.values())} if held.plain else {}
         return replace(planning, capacities=held_tokens, notes=_WHOLE)

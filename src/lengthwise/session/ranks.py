@@ -21,9 +21,9 @@ class SessionRanks:
     """The joined ranks of a session.
 
     local_ranks: number of ranks on this machine. planner: the planner's process on rank 0; None on other ranks, and if
-    the session runs given plans only. say: reports a choice; rank 0 alone calls it. is_run: whether the loop is that of
-    a run file, which does the same on all ranks and takes the session's own loss alone: then ranks do not compare what
-    they did, and other losses are not measured.
+    the session runs given plans only. say: function that reports a choice, called on rank 0 only. is_run: True for the
+    loop of a run file, which does the same on all ranks and has only the session's own loss: then ranks do not compare
+    their calls, and other losses are not measured.
     """
 
     transport: Transport
@@ -34,7 +34,7 @@ class SessionRanks:
 
 
 def join_ranks(device: torch.device, timeout_seconds: float, closing: ExitStack) -> SessionRanks:
-    """Join the ranks that a launcher started for a user's loop. Collective. closing: leaves them when it closes.
+    """Join the ranks that a launcher started for a user's loop. Collective. closing: stack that leaves them at its end.
 
     Raises:
         ConfigError: the launcher's variables are incomplete.

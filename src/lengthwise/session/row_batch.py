@@ -43,8 +43,8 @@ _KEPT_AS = {  # dtypes for which torch has few functions
 class RowBatch(StepBatch):
     """A global batch made of a loop's rows, whose ids are below `num_words`, the model's vocabulary.
 
-    columns: the columns beside ids and labels, by name, as one tensor (length, ...) a row. is_weighed: whether there
-    are weights. is_plain: whether there are neither.
+    columns: columns beside ids and labels, by name: a tensor (length, ...) per row. is_weighed: True with loss weights.
+    is_plain: True without other columns and weights.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RowBatch(StepBatch):
         return found.hexdigest()
 
     def shared_prefixes(self) -> SharedPrefixes | None:
-        """Return the prefixes that rows share, of tokens that predict no label, or None if they share none.
+        """Return the shared prefixes of rows, of tokens that predict no label, or None without any.
 
         Their tokens are alike in all columns, which may be inputs of the model.
         """
@@ -145,7 +145,7 @@ def _refuse_unequal(columns: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor]]:
-    """Return a row's ids, its labels if it has some, and its other columns, all without masked padding."""
+    """Return a row's ids, its labels or None, and its other columns, all without masked padding."""
     columns = dict(row) if isinstance(row, Mapping) else {_IDS: row}
     if not all(isinstance(name, str) for name in columns):
         raise _wrong(where, "names of columns that are text", ", ".join(map(repr, columns)))
@@ -214,7 +214,7 @@ def _weighed(
 
 
 def _kept(mask: Tensor | None, length: int, where: str) -> slice:
-    """Return the run of tokens that a row's attention mask keeps."""
+    """Return the consecutive tokens that a row's attention mask keeps."""
     if mask is None:
         return slice(0, length)
     kept = torch.nonzero(mask.reshape(-1)).flatten()

@@ -90,11 +90,11 @@ class StepEnd:
         del step
         return own
 
-    def takes(self, step: int, ranks: Sequence[Any]) -> None:
-        """Take the numbers of all ranks."""
+    def receive(self, step: int, ranks: Sequence[Any]) -> None:
+        """Receive the numbers of all ranks."""
 
-    def holds(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
-        """Return whether a value of the step is finite, and the step goes on to its update.
+    def accepts(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
+        """Return whether the step may go on to its update: whether a value of it is finite.
 
         Raises:
             NumericError: it is not.
@@ -108,8 +108,8 @@ class StepEnd:
 class StepRunner:
     """Runs the steps of a loop.
 
-    end: the loop's decisions at a step's end. steps: steps made so far. grad_norm: norm of the last step's gradient,
-    before clipping. writer: writes states beside the steps.
+    end: the loop's decisions at a step's end. steps: number of steps made so far. grad_norm: norm of the last step's
+    gradient, before clipping. writer: writer of states beside the steps.
     """
 
     engine: Engine
@@ -130,8 +130,9 @@ class StepRunner:
     ) -> StepResult:
         """Run a step forward and backward, and reduce its gradients. Collective.
 
-        objective: if None, the next token's loss. name: the step in messages. before: an earlier pass of this rank for
-        the same step. loss: the step's loss, if the objective computes another number. check: checks the loop's loss.
+        objective: by default the next token's loss. name: the step's name in messages. before: numbers of this rank's
+        earlier pass for the step. loss: the step's loss, if the objective computes another number. check: check of the
+        loop's loss.
 
         Returns:
             The step, without `grad_norm` if `end` skips its update.
@@ -143,13 +144,13 @@ class StepRunner:
             planned, objective, name or f"step {step}", train=True, before=before, loss=loss, check=check
         )
         self.writer.settle([rank.saving for rank in ranks])
-        self.end.takes(step, ranks)
-        if self.end.holds(step, "loss", result.loss, ids) and self.end.holds(
+        self.end.receive(step, ranks)
+        if self.end.accepts(step, "loss", result.loss, ids) and self.end.accepts(
             step, "router loss", result.router_loss or 0.0, ids
         ):
             with reporting_update(transport):
                 norm = reduce_gradients(parameters, transport)
-            self.grad_norm = norm if self.end.holds(step, "norm of the gradient", norm, ids) else None
+            self.grad_norm = norm if self.end.accepts(step, "norm of the gradient", norm, ids) else None
         self._finish(check, name or f"step {step}")
         return replace(result, grad_norm=self.grad_norm)
 
@@ -239,14 +240,14 @@ def first_step_sentence(step: StepResult, planning: StepPlanning, *, on_gpus: bo
 
 
 def _balance_sentence(step: StepResult) -> str:
-    """Say which balance loss the routers have, or nothing."""
+    """Describe the routers' balance loss, if there is one."""
     if step.router_loss is None:
         return ""
     return "; the routers' balance loss is that of all tokens of the step, not a mean of microbatches"
 
 
 def _shared_sentence(step: StepResult, *, is_timed: bool) -> str:
-    """Say what prefixes computed once save, or nothing. is_timed: whether predictions of time mean anything."""
+    """Describe the savings by shared prefixes, if there are any. is_timed: True if predicted times mean something."""
     took = saved_ratio(step.plan)
     if not step.plan.parents or took is None:
         return ""

@@ -49,8 +49,8 @@ class SavedSession:
         The folder is whole or absent. Each rank writes its slice into it, on a disk that all ranks share. An earlier
         checkpoint there is replaced once the new one is whole.
 
-        background: write while the next steps run. The checkpoint is then whole after one of them, or when the session
-        saves again or closes, and a failure is a warning.
+        background: True to write while the next steps run. The checkpoint is then whole after one of them, or when the
+        session saves again or closes, and a failure is a warning.
 
         Raises:
             OutputError: a rank cannot write, or another job's open session has saved there.
@@ -78,8 +78,8 @@ class SavedSession:
     def state_dict(self) -> dict[str, Any]:
         """Return on rank 0 the whole state, which a plain loop can load; {} on other ranks. Collective.
 
-        Its keys: `steps`, made so far; `optimizer`, the `state_dict` of a plain optimizer over whole parameters;
-        `master_weights`, exact parameters by their names in the model, on the host, in fp32 or wider.
+        Its keys: `steps`, number of steps made; `optimizer`, the `state_dict` of a plain optimizer over whole
+        parameters; `master_weights`, exact parameters by their names in the model, on the host, in fp32 or wider.
         """
         trained = self._trained("state_dict")
         self._agree(f"state_dict after step {self.steps}")
@@ -150,7 +150,7 @@ class SavedSession:
         return self._updates
 
     def _agree(self, name: str, **numbers: Any) -> bool:
-        """Compare the ranks before they run `name`, where the loop is the user's, see `Agreement.reach`. Collective."""
+        """Compare the ranks before they run `name` in a user's loop, see `Agreement.reach`. Collective."""
         return self._agreement is None or self._agreement.reach(name, **numbers)
 
 

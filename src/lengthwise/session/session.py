@@ -52,35 +52,35 @@ class Session(SavedSession):
         optimizer: one that computes each entry by itself, over all trainable parameters. If None, the session only
             evaluates. For a `StoredModel` the values of a run file's section, {"name": "adamw"}: `session.optimizer`
             then has `step(lr)`, which also clears the gradients.
-        lengths: tokens of the sequences to come, where they are known: the layout, stages and the planner `static`
-            suit them.
-        batch_tokens: maximum tokens of a global batch, where it is known.
-        capacity_tokens: maximum tokens of a rank in one microbatch; auto measures how many fit, by small passes.
+        lengths: tokens of the coming sequences, where known: they decide the layout, the stages and the planner
+            `static`.
+        batch_tokens: maximum tokens of a global batch, where known.
+        capacity_tokens: maximum tokens of a rank in one microbatch; auto measures it by small passes.
         shard: zero1: each rank has all parameters; zero3: each rank keeps its part, and the model has no values between
             steps; hybrid: each rank keeps its part of a node's copy; auto: the fastest that fits, by estimate.
-        ranks_per_node: number of ranks that share the parameters under hybrid. If None, the ranks that the launcher
+        ranks_per_node: number of ranks that share the parameters under hybrid; by default those that the launcher
             started on one machine.
-        stages, virtual: stages of a pipeline, and chunks of layers per stage, as in a run file. Each rank keeps its own
-            layers alone, with the values of the first replica's ranks.
-        recompute: activation checkpointing: none, layer or all_but_attention; auto takes the best for each step, or
+        stages, virtual: stages of a pipeline, and chunks of layers per stage, as in a run file. Each rank keeps only
+            its own layers, with the values of the first replica's ranks.
+        recompute: activation checkpointing: none, layer or all_but_attention; auto chooses the best for each step, or
             none if capacity_tokens is a number.
-        heads: split heads, as in a run file.
-        offload: offloading of activations, as the section of a run file: {"store": "host"}.
-        offload_optimizer: keep fp32 master weights and the optimizer's states in host memory, and update them there.
+        heads: setting of split heads, as in a run file.
+        offload: settings of activation offloading, as a run file's section: {"store": "host"}.
+        offload_optimizer: True keeps and updates fp32 master weights and the optimizer's states in host memory.
         planner: name of the planner.
-        measurements: costs, or the file that `lengthwise profile` wrote. If None, estimates for the device.
-        precision: "bf16": mixed precision over fp32 weights, as under torch.autocast. If None, a surrounding
-            torch.autocast decides.
-        attention, compile, fused_layers, experts: how layers compute in planned steps, as in a run file; outside of
+        measurements: costs, or a file that `lengthwise profile` wrote; by default estimates for the device.
+        precision: "bf16" for mixed precision over fp32 weights, as under torch.autocast; None leaves it to a
+            surrounding torch.autocast.
+        attention, compile, fused_layers, experts: kernels and forwards of planned steps, as in a run file; outside of
             them the model computes as before.
-        overlap: sum gradients while a rank's last backward runs, if it is in no ring. If None, on GPUs only.
-        share_prefixes: auto: compute a prompt once for all rows of a step that begin with it, where that saves more
+        overlap: True sums gradients while a rank's last backward runs, if it is in no ring; by default on GPUs only.
+        share_prefixes: auto computes a prompt once for all rows of a step that begin with it, where that saves more
             than 5 % of the predicted time, for losses in which tokens without a label do not count; or off.
-        device: where steps run. If None, where the model is. If parameters are sharded, the model may lie in host
+        device: device of the steps, by default the model's. If parameters are sharded, the model may lie in host
             memory, and on ranks other than 0 on the meta device.
         seed: seed of dropout.
-        timeout_seconds: how long a rank waits for another.
-        ranks: the joined ranks. If None, those that the launcher started.
+        timeout_seconds: seconds that a rank waits for another.
+        ranks: the joined ranks, by default those that the launcher started.
 
     Raises:
         ConfigError, ModelRefused, Problems: the model, the optimizer or a setting does not work; one message has all
@@ -116,7 +116,7 @@ class Session(SavedSession):
             raise
 
     def _take(self, opened: Opened) -> None:
-        """Take an open session's parts, and guard what a user's loop may do to them."""
+        """Keep an open session's parts, and guard them against wrong uses in a user's loop."""
         self.settings, self.engine, self.planning = opened.settings, opened.engine, opened.planning
         self.model, self._inner = opened.settings.model, opened.settings.text
         self._transport, planner, self._say = opened.ranks.transport, opened.ranks.planner, opened.ranks.say
@@ -180,10 +180,10 @@ class Session(SavedSession):
 
         Args:
             sequences: rows of the global batch, the same on all ranks, or a step of `batches`.
-            loss: a function of outputs and tokens that returns a sum over the tokens. If None, the model's own loss, or
+            loss: function of outputs and tokens that returns a sum over the tokens; by default the model's own loss, or
                 the next token's cross entropy.
-            compute_loss: a function of model and inputs, as of Trainer, that returns this microbatch's share.
-            normalizer: divisor of the sums. If None, the number of loss tokens of the batch.
+            compute_loss: function of model and inputs, as Trainer's, that returns this microbatch's share.
+            normalizer: divisor of the sums; by default the number of loss tokens of the batch.
 
         Raises:
             NumericError: loss or gradients are not finite; no update was made.
@@ -211,12 +211,12 @@ class Session(SavedSession):
 
         Args:
             sequences: rows of the global batch, the same on all ranks, or a step of `batches`.
-            combine: a function that returns the loss. It gets the sums of the values over each sequence,
-                (sequences, ...), in the order of `sequences`; with per="token" a list of all values, one (length, ...)
-                a sequence. It runs on every rank and must return the same on all.
-            values: a function of the model's outputs that returns one value per token. If None, the log-probability of
+            combine: function that returns the loss. It gets the sums of the values over each sequence, (sequences,
+                ...), in the order of `sequences`; with per="token" a list of all values, one (length, ...) a sequence.
+                It runs on every rank and must return the same on all.
+            values: function of the model's outputs that returns one value per token; by default the log-probability of
                 the token's label, 0 without a label.
-            per: sequence or token, see `combine`.
+            per: "sequence" or "token", see `combine`.
 
         Raises:
             ModelRefused: the model has dropout, so its two passes would differ, or a balance loss of routers.

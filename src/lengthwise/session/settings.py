@@ -55,13 +55,13 @@ _MOST_TOKENS = 2**22  # assumed tokens of a batch when memory is measured, if th
 class SessionSettings:
     """Checked settings: those asked for, and what follows from them for a model.
 
-    model: the model that is saved; of a `StoredModel` an empty one on the meta device, until it is read. text: its text
-    part, which runs. stored: the model's place, if the session reads it. optimizer: the loop's torch optimizer, or the
-    section of a run file. If None, nothing trains. asked: the settings, whose layout may still be auto. trained: sizes
+    model: model that is saved; for a `StoredModel` an empty one on the meta device, until it is read. text: its text
+    part, which runs. stored: the stored model that the session reads, or None. optimizer: the loop's torch optimizer,
+    or a run file's section; None if nothing trains. asked: the settings, whose layout may still be auto. trained: sizes
     of the model and its optimizer. num_words: rows of its embedding. dtype: dtype of the parameters. autocast: dtype of
-    mixed precision. device: where steps run. computing: how the model computes. seed: seed of dropout. lengths: tokens
-    of the sequences to come; empty if unknown. batch_tokens: maximum tokens of a global batch. shares_prefixes: whether
-    plans may compute prefixes once.
+    mixed precision. device: device of the steps. computing: kernels and forwards of the model. seed: seed of dropout.
+    lengths: tokens of the coming sequences; empty if unknown. batch_tokens: maximum tokens of a global batch.
+    shares_prefixes: True if plans may compute prefixes once.
     """
 
     model: nn.Module
@@ -113,7 +113,7 @@ class SessionSettings:
 
 
 def recompute_of(asked: TrainingSettings) -> str:
-    """Return the kind of recomputation that settings ask for; auto is none beside a number of tokens."""
+    """Return the kind of recomputation of settings; with a number of tokens, auto means none."""
     is_none = asked.recompute == "auto" and asked.capacity_tokens != "auto"
     return "none" if is_none else asked.recompute
 
@@ -131,7 +131,7 @@ def check_settings(
     """Check the arguments of a session; return its settings.
 
     model: a Hugging Face model, peft's wrap of one, or a `StoredModel`. optimizer: a torch optimizer, a run file's
-    section, or its values; if None, the session evaluates. given: the keywords, unchecked.
+    section or its values; None to only evaluate. given: the unchecked keywords.
 
     Raises:
         ConfigError, ModelRefused, Problems: something does not work; one message has all problems.
@@ -227,7 +227,7 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
 
 
 def cost_of(settings: SessionSettings, ranks: int) -> tuple[Cost, str | None]:
-    """Return the costs to plan with, and a note if they are another device's.
+    """Return the costs for planning, and a note if they are those of another device.
 
     They are given, read from measurements, or estimated for the device.
 
@@ -252,7 +252,7 @@ def planning_of(
 ) -> SessionPlanning:
     """Return the planning of a session's steps; measure how many tokens fit if that was asked for. Collective.
 
-    takes_any_loss: as in `measured_of`.
+    takes_any_loss: True if later losses may need whole logits.
     """
     asked, measured, whole = settings.asked, None, None
     if settings.capacity_tokens is not None:

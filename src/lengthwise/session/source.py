@@ -45,8 +45,8 @@ class PlanAhead:
 
     Only rank 0 has a `planner`. A plan depends on lengths, ranks and costs only, so the plan of a step is the same
     whenever it is made and sent. A plan that takes longer than `timeout_seconds` ends the run; the first may take
-    `start_seconds` more, for the planner's own start. num_heads: the model's attention heads, which plans may split.
-    cut: how pipelines cut the layers; plans are then over replicas.
+    `start_seconds` more, for the planner's own start. num_heads: number of attention heads, which plans may split. cut:
+    the pipelines' cut of the layers, with which plans are over replicas; None without stages.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class PlanAhead:
         self._go_on()
 
     def next(self, name: str) -> PlannedStep | None:
-        """Return the next step, the same on all ranks, or None at the end. name: the step in messages.
+        """Return the next step, the same on all ranks, or None at the end. name: the step's name in messages.
 
         Collective: at a step's end, before the first transfer of the next step. Ranks agree on the digest of plans and
         batches.
@@ -96,11 +96,7 @@ class PlanAhead:
         return step
 
     def _exchanged(self, name: str) -> list[tuple[str, float] | None]:
-        """Send the plans that rank 0 has made to all ranks.
-
-        Raises:
-            LengthwiseError: rank 0 could not plan; raised on every rank, so that none waits.
-        """
+        """Send the plans that rank 0 has made to all ranks."""
         made, error = [], None
         if not self._transport.rank:
             try:

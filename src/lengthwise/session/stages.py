@@ -30,7 +30,7 @@ def check_replicas(ranks: int, stages: int) -> None:
 def join_stages(model: nn.Module, transport: Transport, stages: int, *, reads: bool) -> Mesh:
     """Return the mesh of stages and replicas. Collective.
 
-    reads: every stage reads its values later. Otherwise the ranks of the first replica must have the same values.
+    reads: True if every stage reads its values later; if not, the ranks of the first replica must have the same values.
 
     Raises:
         ConfigError: the ranks are not a multiple of the stages, or a rank of the first replica has no or other values.
@@ -59,7 +59,7 @@ def cut_stages(
 ) -> list[range]:
     """Cut the layers of a model into chunks of about equal time, as rank 0 decides. Collective.
 
-    lengths: sequence lengths of the training data. capacity: tokens of a microbatch. cost: if None, FLOPs decide.
+    lengths: tokens of the training sequences. capacity: tokens of a microbatch. cost: cost model, None to count FLOPs.
     """
     sent = b""
     if not world.rank:
@@ -99,7 +99,7 @@ def _from_stages(mesh: Mesh, own: Mapping[str, Tensor], device: torch.device) ->
 def whole_states(updates: SlicedOptimizer, engine: Engine) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return on rank 0 the optimizer's state, as `whole_state` does, and the weights by name; {} on others. Collective.
 
-    In a pipeline they are of all stages.
+    A pipeline's states are joined from all stages.
     """
     parameters, pipeline = updates.parameters, engine.pipeline
     over = engine.transport if pipeline is None else pipeline.mesh.replicas

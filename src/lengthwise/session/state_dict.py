@@ -96,8 +96,8 @@ def take_state(
 ) -> int:
     """Give each rank its slices of rank 0's state: a whole optimizer's state dict, and weights by name. Collective.
 
-    Without weights the present ones stay. names_inside: removes the wrap's prefix from names. transport: over all
-    ranks, which may be stages.
+    Without weights the present ones stay. names_inside: function that removes the wrap's prefix from names. transport:
+    transport over all ranks, which may be stages.
 
     Raises:
         ConfigError, Problems: the state is of other parameters or groups; nothing was changed.
@@ -161,7 +161,7 @@ def _checked(
 
 
 def _kinds(optimizer: SlicedOptimizer, transport: Transport) -> tuple[list[str], list[str]]:
-    """Return the names of the states of all ranks with one number an entry, and the names of the other states."""
+    """Return the names of the states of all ranks with one number per entry, and the names of the other states."""
     vectors, numbers = set[str](), set[str]()
     for run, state in optimizer.states():
         for key, value in state.items():
@@ -172,7 +172,7 @@ def _kinds(optimizer: SlicedOptimizer, transport: Transport) -> tuple[list[str],
 
 
 def _sent(value: Tensor | None, entries: int, parameters: Parameters, transport: Transport) -> Tensor:
-    """Return rank 0's value on every rank: flat, one number an entry of a parameter, or a single number."""
+    """Return rank 0's value on every rank: flat, one number per entry of a parameter, or a single number."""
     device = parameters.grad_shard.device  # masters may be on the host
     is_vector = torch.tensor([0 if value is None else int(value.dim() > 0)])
     transport.broadcast(is_vector, 0)

@@ -67,7 +67,7 @@ def _problems_of(optimizer: SlicedOptimizer, state: OptimizerState | None) -> It
 def _wrong_kept(
     name: str, found: Mapping[str, float | None], kept: Mapping[str, bool] | None
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield (where, expected, got) for each wrong state of a parameter. kept: the result of `kept_of`."""
+    """Yield (where, expected, got) for each wrong state of a parameter. kept: result of `kept_of`."""
     own = {key: number is None for key, number in found.items()}
     if kept is not None and own != dict(kept):
         yield f"states of {name}", ", ".join(sorted(kept)) or "none", ", ".join(sorted(own))

@@ -28,8 +28,8 @@ from lengthwise.session.withheld import refuse_hooks
 def slices_of(settings: SessionSettings, closing: ExitStack) -> Callable[[Parameters, int], SlicedOptimizer] | None:
     """Return a function that makes the optimizer on slices of laid parameters, or None if nothing trains.
 
-    It is the loop's own, or that of a section, with all its states, so that a memory shortage shows before a step. The
-    function takes the parameters and this rank's number among the ranks that share them.
+    The optimizer is the loop's own or a section's, with all its states, so that a memory shortage shows before a step.
+    Arguments of the function: the parameters, and this rank's number among the ranks that share them.
     """
     model, text, offloads = settings.model, settings.text, settings.trained.offloads
     if settings.optimizer is None:
@@ -49,7 +49,7 @@ def slices_of(settings: SessionSettings, closing: ExitStack) -> Callable[[Parame
 
 
 def _guard_models(updates: LoopOptimizer, models: Sequence[nn.Module], closing: ExitStack) -> None:
-    """Keep the models from being converted, and from being used while only slices have new weights, until it closes."""
+    """Until the session closes, refuse conversions of the models, and uses while only slices have new weights."""
     parameters = updates.parameters
     closing.callback(lambda: updates.optimizer.register_step_pre_hook(_refuse_closed))
     closing.callback(updates.release)
@@ -84,7 +84,7 @@ def _put_in_place(
 
 
 class _OfSession:
-    """A method or hook of the modules of a `whole` model while its session is open; a copy of them gets `of_copy`'s.
+    """A method or hook of a `whole` model's modules while its session is open; their copies get that of `of_copy`.
 
     It also refuses to pickle the modules: a method on the modules themselves would be found in wraps, too.
     """

@@ -75,8 +75,8 @@ class Gathered:
 class ValuesOfTokens:
     """An `Objective` over values of tokens: it gathers them if `weights` is None, else it sums them by weight.
 
-    values: if None, the log-probability of a token's label, 0 without a label; logits_at_once: logits made at a time
-    for these. weights: the loss's gradient by each slot, (slots, ...).
+    values: function of values; None for the log-probability of a token's label (0 without a label), with logits_at_once
+    logits per chunk. weights: the loss's gradient by each slot, (slots, ...).
     """
 
     gathered: Gathered

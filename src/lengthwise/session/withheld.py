@@ -19,9 +19,9 @@ from lengthwise.session.guards import WithheldGradient
 class WithheldGradients:
     """Stand-ins for the gradients of the parameters that train.
 
-    own: the trained parameters that the model has on this rank, by name in the whole model. `given` are the parameters
-    before the session took the model; some may have been replaced, and a loop that kept these finds neither values nor
-    gradients in them. reached: names of the parameters that a loss of this rank reached in the last backward.
+    own: trained parameters of this rank, by name in the whole model. given: parameters before the session took the
+    model; a loop that kept replaced ones finds neither values nor gradients in them. reached: names of the parameters
+    that a loss of this rank reached in the last backward.
     """
 
     def __init__(self, model: nn.Module, given: Mapping[str, nn.Parameter]) -> None:
@@ -66,7 +66,7 @@ class WithheldGradients:
                 parameter.grad = shown
 
     def cleared(self, names: Collection[str]) -> Iterator[str]:
-        """Yield which of these parameters' gradients the loop has set to None.
+        """Yield those of these parameters whose gradients the loop has set to None.
 
         Raises:
             ConfigError: the loop gave a parameter another gradient.
