@@ -49,7 +49,7 @@ def analytic_cost(shape: ModelShape, hardware: Hardware) -> Cost:
 
 
 def step_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Return the model's FLOPs of one step, forward and backward, as MFU counts: nothing masked or recomputed."""
+    """Return the model's FLOPs of a step, forward and backward, without masked and recomputed work, as in MFU."""
     linear_flops, attention_flops = flops_coefficients(shape)
     counting = Cost(quadratic_seconds=attention_flops, linear_seconds=linear_flops, windows=shape.window_shares)
     return float(counting.compute_seconds(np.array(lengths, dtype=np.int64)).sum())

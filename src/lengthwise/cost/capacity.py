@@ -33,9 +33,9 @@ def memory_of(
     chunked: bool = True,
     fused_norms: bool = False,
 ) -> StepMemory:
-    """Return the memory of a model's steps in a layout. chunked: the loss makes logits in chunks, as runs do there.
+    """Return the memory of a model's steps in a layout. chunked: True if the loss makes logits in chunks.
 
-    An optimizer is on the host only beside a GPU, whose memory that saves.
+    The optimizer is on the host only beside a GPU, whose memory it saves.
     """
     of_layout: Any = {each.name: getattr(layout, each.name) for each in fields(ModelLayout)}
     of_layout["offloads"] &= on_gpus
@@ -49,7 +49,7 @@ def memory_of(
 
 
 def step_memory(shape: ModelShape, hardware: Hardware, ranks: int, *, cut: LayerCut = UNCUT) -> StepMemory:
-    """Return the memory of steps on a kind of device: the loss is in chunks."""
+    """Return the memory of steps on a kind of device, with the loss in chunks."""
     return memory_of(
         shape,
         ModelLayout(ranks=ranks, cut=cut),
@@ -60,7 +60,7 @@ def step_memory(shape: ModelShape, hardware: Hardware, ranks: int, *, cut: Layer
 
 
 def tokens_within(memory: StepMemory, room: float, choice: Choice = AS_CUT) -> int:
-    """Count the tokens whose peak is within `room` bytes, rounded down to 128; 0 if not even those fit."""
+    """Count the tokens whose peak is within `room` bytes, rounded down to a multiple of 128."""
     a_token = memory.saved_bytes(choice.recompute) * kept_ratio(float(choice.offload), memory.shape.layers)
     most = int(max(0.0, room) / a_token / STEP_TOKENS)
     return STEP_TOKENS * largest(lambda some: memory.peak_bytes(some * STEP_TOKENS, choice) <= room, most)

@@ -12,11 +12,11 @@ from lengthwise.cost.links import Floats, Numbers, Whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """What a piece does beside being cut; to price many pieces at once, fields may be arrays with one entry per piece.
+    """Settings of a piece beside its cut; to price many pieces at once, fields may be arrays with one entry per piece.
 
-    heads: ranks of a group that splits heads; must divide the degree and the model's heads.
-    offload: ratio of the microbatch, 0 to 1.
-    recompute: kind of the microbatch, one of `core.plan.RECOMPUTE_KINDS`.
+    heads: ranks of a group that splits heads, a divisor of the degree and of the model's heads.
+    offload: offload ratio of the microbatch, 0 to 1.
+    recompute: recomputation of the microbatch, one of `core.plan.RECOMPUTE_KINDS`.
     """
 
     heads: Numbers = 1
@@ -29,12 +29,12 @@ AS_CUT = Choice()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choices:
-    """What a planner may choose for each piece beside its degree.
+    """The choices of a planner for each piece beside its degree.
 
-    recompute: the kind of all microbatches.
-    splits_heads: rings may split heads.
-    offloads_above_tokens: the capacity above which a rank offloads; inf: it never does.
-    layers: of the whole model; the plan file's rule of what stays on the device depends on them.
+    recompute: recomputation of all microbatches.
+    splits_heads: True if rings may split heads.
+    offloads_above_tokens: capacity above which a rank offloads, inf for never.
+    layers: number of the model's layers; the plan file's rule for offload depends on it.
     """
 
     recompute: str = "none"

@@ -32,14 +32,14 @@ def costs(
     stages: int = 1,
     simple: bool = False,
 ) -> Cost:
-    """Return the costs, in seconds, with which to plan, score and simulate a step.
+    """Return the costs, in seconds, to plan, score and simulate a step.
 
     Args:
         model: a named shape ("llama-7b"), the path of a Hugging Face folder or config.json, or a `ModelShape`.
-        hardware: a named one ("h100", "cpu"), the path of a description, or a `Hardware`.
-        file: in place of both, a JSON file of coefficients (`lengthwise plan --cost`), in any unit of time.
+        hardware: a name ("h100", "cpu"), the path of a description, or a `Hardware`.
+        file: JSON file of coefficients (`lengthwise plan --cost`) in place of both, in any unit of time.
         stages: pipeline stages of a rank.
-        simple: only five coefficients: one kind of link, no offload, no split heads.
+        simple: True for only five coefficients: one kind of link, no offload, no split heads.
 
     Raises:
         ConfigError: neither or both of model and file, an unknown name, or more stages than layers.
@@ -61,8 +61,7 @@ def cost_from_file(path: str | Path) -> Cost:
 
     Raises:
         ConfigError: the file cannot be read, or has an unknown or repeated key, a coefficient that is not a number from
-        0 to
-            `MOST_SECONDS`, or none above 0. Names the file and the key.
+            0 to `MOST_SECONDS`, or none above 0. Names the file and the key.
         Problems: several of these.
     """
     where = str(path)

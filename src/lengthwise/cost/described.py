@@ -28,9 +28,9 @@ def hardware_from_measurements(
     """Return the description of the measured device.
 
     Args:
-        found: of a model whose parameters all trained.
-        device_bytes, host_bytes: memory of a device and of its host (default: as in the file's named hardware).
-        ranks_per_node: as in `Hardware.in_nodes`.
+        found: measurements of a model whose parameters all trained.
+        device_bytes, host_bytes: memory of a device and of its host (default: that of the file's named hardware).
+        ranks_per_node: devices of a node (default: the named hardware's).
 
     Raises:
         ConfigError: measurements of adapters.

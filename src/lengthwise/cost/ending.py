@@ -20,9 +20,9 @@ def is_mostly_overhead(step_seconds: float, *, on_gpus: bool) -> bool:
 class Ending:
     """The costs of a step's end.
 
-    update_seconds: of the optimizer's update of all parameters, of which each of W ranks does 1 / W.
-    clear_seconds: of work that every rank does for itself.
-    reduced_bytes_per_second: rate of the collectives, per rank. If None, that of the links.
+    update_seconds: seconds of the optimizer's update of all parameters, of which each of W ranks does 1 / W.
+    clear_seconds: seconds of work that every rank does for itself.
+    reduced_bytes_per_second: rate of the collectives, per rank; by default that of the links.
     """
 
     update_seconds: float = 0.0
@@ -39,9 +39,9 @@ class Ending:
 class Traffic:
     """Seconds in which sharded parameters and gradients travel in one wave, as `engine.wave_order` posts them.
 
-    gather_seconds, reduce_seconds: of one of `layers` layers. rest_...: of units gathered before the first layer and
-    summed after it. head_...: of a head gathered while the last layer runs, and summed as that runs backward; 0 if the
-    head belongs to the rest, as a tied head does, or FSDP2's root.
+    gather_seconds, reduce_seconds: seconds of one of `layers` layers. rest_...: seconds of units gathered before the
+    first layer and summed after it. head_...: seconds of a head gathered while the last layer runs, and summed as that
+    runs backward; 0 if the head belongs to the rest, as a tied head does, or FSDP2's root.
 
     While a layer computes, the next is gathered and the previous one summed. So a wave of L layers, each of f and b
     seconds on the slowest rank, takes for gathers g and sums r

@@ -45,10 +45,10 @@ class _Solved:
 
 
 def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool = False) -> Fit:
-    """Fit the terms that the samples measure; `base`: the costs of the same model, for all others.
+    """Fit the terms that the samples measure. base: costs of the same model, for all other terms.
 
-    launches_ahead: the host launches work ahead of the device, as on GPUs. A short microbatch then takes as long as its
-    launches, whatever its tokens; in a step those hide behind longer microbatches, so short samples are left out.
+    launches_ahead: True if the host launches work ahead of the device, as on GPUs. A short microbatch then takes as
+    long as its launches; in a step those hide behind longer microbatches, so short samples are left out.
 
     Raises:
         ConfigError: fewer than three microbatches on one rank, or seconds that do not grow with tokens.

@@ -29,7 +29,7 @@ _WHOLE = ("ranks_per_node", "compute_dtype_bytes")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionKernel:
-    """The speed of an attention kernel on a device; efficiencies as in `Hardware`."""
+    """The speed of an attention kernel on a device, with the efficiencies of `Hardware`."""
 
     name: str
     attention_efficiency: float
@@ -40,24 +40,23 @@ class AttentionKernel:
 class Hardware:
     """One device, the links of its transfers, and the node that it shares.
 
-    peak_flops_per_second: of dense matrix products in the compute type.
-    linear_efficiency, attention_efficiency: achieved share of the peak, above 0 to 1; of attention by `kernel`, forward
-    and
-        backward together.
+    peak_flops_per_second: peak rate of dense matrix products in the compute type.
+    linear_efficiency, attention_efficiency: achieved share of the peak, above 0 to 1; for attention by `kernel`,
+        forward and backward together.
     block_efficiency: (tokens, share of attention's speed) of attention blocks, the last share 1; interpolated between
         points, below the first in proportion to the tokens.
-    link_bytes_per_second, hop_latency_seconds: one direction of a rank's link to another node; start of one transfer.
+    link_bytes_per_second, hop_latency_seconds: rate of a rank's link to another node, one direction; start of one.
     node_link_bytes_per_second, node_hop_latency_seconds: the same inside a node.
-    node_uplink_bytes_per_second: from all devices of a node together to other nodes, one direction.
-    ranks_per_node: devices of one node.
-    layer_launch_seconds: overhead of one layer, forward and backward, that does not grow with tokens.
-    compute_dtype_bytes: 2 for bf16, 4 for fp32.
-    copy_bytes_per_second: between one device and its host, one direction.
-    host_copy_bytes_per_second: between the host and all devices of the node together.
+    node_uplink_bytes_per_second: rate from all devices of a node together to other nodes, one direction.
+    ranks_per_node: number of devices of one node.
+    layer_launch_seconds: overhead of one layer, forward and backward, whatever its tokens.
+    compute_dtype_bytes: bytes of a number: 2 for bf16, 4 for fp32.
+    copy_bytes_per_second: rate between one device and its host, one direction.
+    host_copy_bytes_per_second: rate between the host and all devices of the node together.
     device_bytes, host_bytes: memory of one device, and of a node's host.
-    source: where the numbers come from.
-    fused_norms: models run with norms that keep less for backward (`cost.memory`).
-    kernel: the attention kernel whose speed is given, by its name in `kernels`; both may be left out.
+    source: source of the numbers.
+    fused_norms: True if models run with norms that keep less for backward (`cost.memory`).
+    kernel: name in `kernels` of the attention kernel with this speed; both may be left out.
 
     Raises:
         Problems, ConfigError: numbers out of range, or an invalid block curve; all are reported.
@@ -93,7 +92,7 @@ class Hardware:
         return replace(self, kernel=name, **{key: getattr(found, key) for key in _OF_KERNEL})
 
     def in_nodes(self, devices: int | None) -> Hardware:
-        """Return the device in nodes of `devices`, with uplinks in proportion; None: in nodes as they are."""
+        """Return the device in nodes of `devices` (default: in nodes as they are), with uplinks in proportion."""
         nodes = devices or self.ranks_per_node
         uplink = self.node_uplink_bytes_per_second / self.ranks_per_node * nodes
         return replace(self, ranks_per_node=nodes, node_uplink_bytes_per_second=uplink)

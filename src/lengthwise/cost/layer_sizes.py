@@ -40,9 +40,9 @@ def full_heads(config: Mapping[str, Any]) -> dict[str, int]:
 def projections_of(
     config: Mapping[str, Any], sizes: Mapping[str, int], attending: int, windowed: int, *, share: float = 1.0
 ) -> dict[str, int]:
-    """Return the field of a `ModelShape` for the projections of layers that attend; {}: those of plain heads.
+    """Return the field of a `ModelShape` for the projections of layers that attend; {} for those of plain heads.
 
-    sizes: hidden, heads, kv_heads, head_dim, and what `full_heads` returned. windowed: number of layers with a window.
+    sizes: hidden, heads, kv_heads, head_dim, and the result of `full_heads`. windowed: number of layers with a window.
     share: these layers' share of the model's.
     """
     hidden, heads = sizes["hidden"], sizes["heads"]
@@ -86,8 +86,8 @@ def mlps_of(
 ) -> dict[str, Any]:
     """Return the fields of a `ModelShape` for the MLPs of layers of these kinds.
 
-    size: reads the first of some keys that the config has, a positive whole number, or its `default`. at: the numbers
-    of the layers that count (default: all).
+    size: function that reads the config's first of some keys, a positive whole number, or its `default`. at: numbers of
+    the layers that count (default: all).
     """
     found: dict[str, Any] = {} if config.get("model_type") not in UNGATED else {"gated": False}
     layers = range(len(kinds)) if at is None else at
@@ -126,13 +126,13 @@ def _beside(config: Mapping[str, Any], kinds: Sequence[str], experts: int, size:
 
 
 def _with_any(kinds: Sequence[str]) -> list[bool]:
-    """Return which layers have an MLP or experts; if some layers are nothing else, no others have any."""
+    """Return which layers have an MLP or experts; if some layers are only that, no others have any."""
     alone = [kind in ("mlp", "moe") for kind in kinds]
     return alone if any(alone) else [True] * len(kinds)
 
 
 def _sparse_layers(config: Mapping[str, Any], kinds: Sequence[str]) -> list[bool]:
-    """Return which layers have experts, in the ways of configs."""
+    """Return which layers have experts, by the keys of several families' configs."""
     layers, listed, often = len(kinds), config.get("mlp_layer_types"), config.get("moe_layer_freq")
     if "moe" in kinds or "mlp" in kinds:
         return [kind == "moe" for kind in kinds]

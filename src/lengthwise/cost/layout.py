@@ -10,16 +10,13 @@ from lengthwise.core.shape import UNCUT, LayerCut
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLayout:
-    """Where parameters, gradients and optimizer are; a rank has a device for each stage of its `cut`.
+    """The places of parameters, gradients and optimizer; a rank has a device for each stage of its `cut`.
 
-    ranks: copies of the model among which a step's tokens are cut.
-    shard: how parameters lie over the ranks: zero1, zero3 or hybrid. ranks_per_node: ranks that shard them under
-    hybrid;
-    None: all.
-    parameters: number of all, tied ones once; None: those of the shape. trained: number that train; None: all. Others
-    are a base under adapters.
-    states: optimizer states per parameter. offloads: states and master weights are in host memory. ties: head and
-    embedding are the same; None: as usual in the family.
+    ranks: copies of the model among which a step's tokens are cut. shard: layout of the parameters over the ranks:
+    zero1, zero3 or hybrid. ranks_per_node: ranks that shard them under hybrid, None for all. parameters: number of all
+    parameters, tied ones once (default: those of the shape). trained: number of trained ones (default: all); the others
+    are a base under adapters. states: optimizer states per parameter. offloads: True with states and master weights in
+    host memory. ties: True if head and embedding are the same (default: as usual in the family).
     """
 
     ranks: int = 1

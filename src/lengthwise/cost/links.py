@@ -23,11 +23,11 @@ class Link:
 
 
 class Reach(NamedTuple):
-    """How far a piece reaches over nodes.
+    """The reach of a piece over nodes.
 
-    ring_near, groups_near: the ring, and each group that splits heads, is inside one node.
-    flows: messages that leave the busiest of its nodes at once, if nodes share uplinks; else 1.
-    far_rounds: rounds of a sweep of states, from its first rank to its last, whose messages go between nodes.
+    ring_near, groups_near: True if the ring, or each group that splits heads, is inside one node.
+    flows: number of messages that leave its busiest node at once, if nodes share uplinks; else 1.
+    far_rounds: number of rounds of a sweep of states, from its first rank to its last, with messages between nodes.
     """
 
     ring_near: Numbers

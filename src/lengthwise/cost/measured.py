@@ -72,8 +72,8 @@ def base_cost(
 ) -> Cost:
     """Return the costs of a named hardware in this precision, for terms that were not measured.
 
-    ranks_per_node: of the measured nodes, whose uplinks grow with it (default: the hardware's own).
-    adapters, stages: as in `all_terms_cost`.
+    ranks_per_node: ranks of the measured nodes, whose uplinks grow with it (default: the hardware's own).
+    adapters, stages: those of `all_terms_cost`.
     """
     computing = replace(named_hardware(hardware).in_nodes(ranks_per_node), compute_dtype_bytes=DTYPE_BYTES[precision])
     return all_terms_cost(shape, computing, adapters=adapters, stages=stages)
@@ -115,13 +115,13 @@ def cost_from_measurements(
     """Return the costs of a run from a file of measurements.
 
     Args:
-        path: the file.
-        shape: of the run's model; its name may differ.
-        precision: of the run.
-        threads: of each rank; None: not checked.
-        adapters: number of parameters that train in place of the model's own; None: all train.
-        on_gpus: the run computes on GPUs; None: not checked.
-        stages: of the run's pipelines.
+        path: path of the file.
+        shape: shape of the run's model; its name may differ.
+        precision: precision of the run.
+        threads: number of each rank's threads; None to skip the check.
+        adapters: number of parameters that train in place of the model's own; None if all train.
+        on_gpus: True if the run computes on GPUs; None to skip the check.
+        stages: stages of the run's pipelines.
 
     Raises:
         ConfigError: the file cannot be read, or has another model, precision, number of threads or kind of device.

@@ -39,8 +39,9 @@ def gathered_bytes(
     rank's row in the same dtype; the wide sum of the layer or head before, whole and as a row. A tied weight stays with
     its gradients; where its two gradients meet, there are three.
 
-    layer, words: parameters of a decoder layer, and of the embedding. ties: the head is the embedding, else it has as
-    many. ranks: that gather together. casts: rows are wide and cast before the gather, which hybrid's are not.
+    layer, words: parameters of a decoder layer, and of the embedding. ties: True if the head is the embedding; else it
+    has as many. ranks: ranks that gather together. casts: True if rows are wide and cast before the gather (not in
+    hybrid).
     """
     narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
     if not trains:
@@ -52,7 +53,7 @@ def gathered_bytes(
 
 
 def logits_at_once(words: int, *, on_gpus: bool) -> int:
-    """Return how many logits (tokens x words) a chunked loss makes at once."""
+    """Return the number of logits (tokens x words) per chunk of the loss."""
     return max(_LOGITS_AT_ONCE, CHUNK_TOKENS_ON_GPUS * words) if on_gpus else _LOGITS_AT_ONCE
 
 
@@ -77,10 +78,11 @@ def loss_bytes(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory(ModelLayout):
-    """What determines the bytes of a step beside its tokens; `cost.capacity.memory_of` makes it.
+    """The facts beside its tokens that determine the bytes of a step; `cost.capacity.memory_of` makes it.
 
-    dtype_bytes: of a parameter. logits_at_once: that the loss makes; if None, all. fused_norms: norms save input and
-    result in the model's dtype, as fused kernels do; else the input in fp32 and the normed values, as Hugging Face's.
+    dtype_bytes: bytes of a parameter. logits_at_once: logits per loss chunk, None for all. fused_norms: True if norms
+    save input and result in the model's dtype, as fused kernels do; Hugging Face's save the input in fp32 and the
+    normed values.
     """
 
     shape: ModelShape
@@ -89,7 +91,7 @@ class StepMemory(ModelLayout):
     fused_norms: bool = False
 
     def state_bytes(self) -> float:
-        """Count what a device keeps from step to step, gradients included."""
+        """Count the bytes that a device keeps from step to step, gradients included."""
         return sum(self.state_parts().values())
 
     def state_parts(self) -> dict[str, float]:
@@ -171,7 +173,7 @@ class StepMemory(ModelLayout):
     def saved_bytes(self, recompute: str) -> float:
         """Count the bytes that a device keeps of one token from forward to backward, the last norm's included.
 
-        All but two layers of it can be offloaded. recompute: one of `RECOMPUTE_KINDS`.
+        All but two layers of them can be offloaded. recompute: one of `RECOMPUTE_KINDS`.
         """
         layer = self._layer()
         saved = self.shape.layers * layer.saved(recompute) + layer.bare_norm * self.shape.hidden
@@ -184,8 +186,8 @@ class StepMemory(ModelLayout):
     def microbatch_bytes(self, tokens: Numbers, choice: Choice = AS_CUT, *, kept: Numbers | None = None) -> Numbers:
         """Return the peak without states and gathered parameters; arrays have an entry per microbatch.
 
-        kept: number of microbatches whose activations the first stage keeps; later stages keep fewer. If None, the most
-        that the schedule allows.
+        kept: number of microbatches whose activations the first stage keeps (default: the most that the schedule
+        allows); later stages keep fewer.
         """
         layers, layer, chunks, offload = self.shape.layers, self._layer(), self.cut.chunks, choice.offload
         first = self.cut.microbatches_kept if kept is None else kept
@@ -223,10 +225,10 @@ class StepMemory(ModelLayout):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """How a family's layer differs from a Llama's.
+    """The differences of a family's layer from a Llama's.
 
-    norms_after: norms after attention and MLP. norms_heads: queries and keys are normed. mlp_widths: saved tensors of
-    the MLP's width. widely: norms scale in fp32. ties_head: head and embedding share weights by default.
+    norms_after: True with norms after attention and MLP. norms_heads: True with normed queries and keys. mlp_widths:
+    saved tensors of the MLP's width. widely: True if norms scale in fp32. ties_head: True if tied by default.
     """
 
     norms_after: int = 0
@@ -250,7 +252,7 @@ _EXPERT_COPIES = 3  # of a token's hidden state for each of its experts: gathere
 class _Layer:
     """Bytes of one layer for a token, on average over the layers.
 
-    frozen: the weights of norms do not train, so their inputs need not be saved.
+    frozen: True if the weights of norms do not train, so that their inputs need not be saved.
     """
 
     shape: ModelShape

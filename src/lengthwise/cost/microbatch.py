@@ -22,9 +22,9 @@ WINDOW_LAYERS = 2  # that backward may have on the device beyond the layer it is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moments:
-    """Bytes on the device at moments of a pass, (moments, 3): of no row, of each row, of each row of a loss's chunk.
+    """Bytes on the device at moments of a pass, (moments, 3): of no row, per row, per row of a loss's chunk.
 
-    live: all that the microbatch made. removable: the part that autograd saved and backward has not reached.
+    live: all bytes that the microbatch made. removable: the part that autograd saved and backward has not reached.
     """
 
     live: NDArray[np.float64]
@@ -42,10 +42,10 @@ class Moments:
 
 
 class HeldBytes(NamedTuple):
-    """Bytes of a microbatch on the device: the peaks of forward and backward, and what it keeps between them.
+    """Bytes of a microbatch on the device: peaks of forward and backward, and kept between them.
 
-    returned: of the kept ones, those that return while the pass before its backward runs. leaving: those that may be on
-    their way to a store.
+    returned: kept bytes that return while the pass before its backward runs. leaving: bytes that may be on their way to
+    a store.
     """
 
     forward: float
@@ -59,10 +59,10 @@ class HeldBytes(NamedTuple):
 class MicrobatchBytes:
     """Bytes of a microbatch in some layers, by its rows with padding; without parameters and gradients.
 
-    saved_fixed, saved_a_row: what autograd saves of the layers. forward, backward: all that exists; if None, not
-    measured. chunk_rows: of the loss. whole: with all logits at once, which fewer rows have. is_last: of a model's last
-    layers two stay on the device; of others all may be offloaded, as their backward comes later. scan_rows: of which
-    scans compute whole chunks.
+    saved_fixed, saved_a_row: bytes that autograd saves of the layers. forward, backward: all bytes at each moment, None
+    if not measured. chunk_rows: rows per chunk of the loss. whole: bytes with all logits at once, for fewer rows.
+    is_last: True for a model's last layers, of which two stay on the device; all others may be offloaded, as their
+    backward comes later. scan_rows: multiple of rows for which scans compute whole chunks.
     """
 
     layers: int
@@ -114,10 +114,10 @@ class MicrobatchBytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassBeside:
-    """A pass of a microbatch through a chunk of layers, and what the rank holds beside it.
+    """A pass of a microbatch through a chunk of layers, and the tensors that the rank holds beside it.
 
     kept: numbers of microbatches between forward and backward, by chunk. returned: chunks whose activations have begun
-    to return. hidden: hidden states, or their gradients, that were sent or have arrived.
+    to return. hidden: number of hidden states, or their gradients, that were sent or have arrived.
     """
 
     chunk: int = 0
@@ -134,8 +134,8 @@ _OF_A_WHOLE_MODEL = (PassBeside(), PassBeside(is_forward=False))
 class StepBytes:
     """Bytes of a rank's microbatches at each pass of a step, without parameters and gradients.
 
-    layers: of the whole model. chunks: of the rank's layers, by number. passes: those of a step. hidden_a_row: bytes
-    that a stage sends.
+    layers: number of the model's layers. chunks: chunks of the rank's layers, by number. passes: passes of a step.
+    hidden_a_row: bytes per row that a stage sends.
     """
 
     layers: int
@@ -146,7 +146,7 @@ class StepBytes:
     def peak(self, rows: int, offload: float = 0.0, *, leaving_bytes: int = 0) -> int:
         """Return the most bytes on the device with microbatches of `rows` rows.
 
-        offload: the ratio of every microbatch. leaving_bytes: that its store allows on their way.
+        offload: offload ratio of every microbatch. leaving_bytes: bytes that its store allows in flight.
         """
         of_chunk = {number: each.held(rows, offload, leaving_bytes) for number, each in self.chunks.items()}
         peak = 0.0

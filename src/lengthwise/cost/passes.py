@@ -48,10 +48,10 @@ def passes(forward: PassShares, backward: PassShares, recompute: str) -> tuple[P
 class Work(NamedTuple):
     """One rank's part of a piece in forward and backward together, in seconds; arrays have an entry per piece or rank.
 
-    attention, linear, transfers: `degree` times the rank's, as if all ranks of the piece did as much one after another;
-    transfers: of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
-    copy: of offloaded activations, one direction; None: nothing is offloaded.
-    latency: of one ring step of one pass. positions: number of groups around the ring.
+    attention, linear, transfers: seconds of the whole piece (rank's share x degree).
+    transfers: seconds of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
+    copy: seconds of copying offloaded activations, one direction; None without offload.
+    latency: seconds of one ring step of one pass. positions: number of groups around the ring.
     """
 
     attention: Numbers
@@ -66,7 +66,7 @@ class Work(NamedTuple):
 
 
 def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bool) -> Numbers:
-    """Return the seconds of all passes, forward first. by_ring_step: transfers hide per ring step, else in sum."""
+    """Return the seconds of all passes, forward first. by_ring_step: True if transfers hide per ring step."""
     attention, linear, exchanges, states = (
         sum(getattr(sweep, name) for sweep in sweeps) for name in ("attention", "linear", "exchange", "states")
     )
@@ -91,7 +91,7 @@ def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bo
 
 
 def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradients: Numbers | None) -> Numbers:
-    """Sum what each ring step of a pass takes beyond the block beside it, as the simulator runs them.
+    """Sum the seconds of each ring step of a pass beyond the block beside it, as the simulator runs them.
 
     Keys hide under all blocks but the last; backward's gradients follow two ring steps later, and the last hide under
     nothing.

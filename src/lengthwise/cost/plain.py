@@ -20,9 +20,9 @@ _BACKWARD = PassShares(attention=3 / 4, linear=2 / 3, ring=3 / 4, exchange=1 / 2
 
 
 def plain_cost(*, ring_seconds: float = 0.0, hop_seconds: float = 0.0, **others: Any) -> Cost:
-    """Return costs of which only coefficients are known: ranks anywhere, and everything else that travels is free.
+    """Return costs of known coefficients only: ranks lie anywhere, and other transfers are free.
 
-    ring_seconds: per token and link, to move keys, values and gradients, hidden by attention as a whole.
+    ring_seconds: seconds per token and link to move keys, values and gradients, hidden by attention as a whole.
     hop_seconds: latency per ring step, both passes together. others: fields of `Cost`.
 
     Raises:

@@ -24,7 +24,7 @@ _GRID = 20  # speeds are rounded to twentieths, so that plans ignore small fluct
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanStep:
-    """A step that was run, and the seconds that each rank was busy, waiting left out."""
+    """A finished step, and each rank's busy seconds, without waits."""
 
     plan: Plan
     busy_seconds: tuple[float, ...]

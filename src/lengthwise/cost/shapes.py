@@ -115,8 +115,8 @@ _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", 
 def shape_from_config(config: Mapping[str, Any], *, name: str | None = None) -> ModelShape:
     """Read the sizes from a Hugging Face config (llama, mistral, qwen3, gemma, mixtral and similar).
 
-    name: for reports (default: the config's `model_type`). If there is a `text_config`, its sizes count; of layers of
-    unequal size, the widest; with multi-head latent attention, values count as large as keys.
+    name: name in reports (default: the config's `model_type`). If there is a `text_config`, its sizes count; of layers
+    of unequal size, the widest; with multi-head latent attention, values count as large as keys.
 
     Raises:
         ConfigError: a size that is missing or not a positive whole number.
@@ -203,13 +203,13 @@ def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _usual_head_dim(config: Mapping[str, Any], hidden: int, heads: int) -> int | None:
-    """Return the head size if configs leave it out, or None if other sizes do not give it."""
+    """Return the head size of configs without it, or None if other sizes do not determine it."""
     has_own = config.get("model_type") in _OWN_HEAD_DIM and "head_dim" not in config
     return None if has_own else max(1, hidden // heads)
 
 
 def _usual_width(config: Mapping[str, Any], hidden: int) -> int | None:
-    """Return the MLP width if configs leave it out (GPT-2's time), or None if other sizes do not give it."""
+    """Return the MLP width of configs without it (GPT-2's time), or None if other sizes do not determine it."""
     is_old = "n_embd" in config or "d_model" in config or config.get("model_type") in ("bloom", "falcon")
     return 4 * hidden if is_old or any(key in config for key in WIDTH) else None
 
@@ -223,7 +223,7 @@ def _layers(config: Mapping[str, Any], label: str) -> int:
 
 
 def _windows(config: Mapping[str, Any], kinds: Sequence[str], label: str) -> tuple[int, list[bool]]:
-    """Return the sliding window, 0 if there is none, and which layers have it, in the four ways of configs."""
+    """Return the sliding window (0 without one) and which layers have it, by the four forms of configs."""
     family = str(config.get("model_type", ""))
     used = config.get("use_sliding_window", not family.startswith("qwen"))
     if config.get("sliding_window") is None or not used:

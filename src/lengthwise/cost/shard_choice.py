@@ -61,12 +61,12 @@ def choose_shard(
 ) -> ShardChoice:
     """Return the fastest layout in which a rank holds `tokens` in a microbatch; on one rank zero1.
 
-    Ties go to the first of zero1, hybrid and zero3. If no layout holds `tokens`, the one that holds most is taken.
-    hybrid needs `memory.ranks_per_node`, and several nodes.
-    device_bytes: of one rank; if None, unknown, zero1 is taken. kinds: of recomputation that may be taken. offload: the
-    largest ratio allowed. keeps_whole: the setting that allows only zero1, if any. can_offload: the optimizer may be
-    offloaded. seconds: times a step in a layout; if None, the first that fits is taken. margin: the share of time by
-    which others must be faster than the first that fits.
+    Ties go to the first of zero1, hybrid and zero3. If no layout holds `tokens`, the one that holds most is chosen.
+    hybrid needs `memory.ranks_per_node`, and several nodes. device_bytes: memory of one rank, None (unknown) for zero1.
+    kinds: allowed kinds of recomputation. offload: largest allowed ratio. keeps_whole: the setting that allows only
+    zero1, if any. can_offload: True if the optimizer may be offloaded. seconds: function that returns a step's seconds
+    in a layout; without it the first that fits is chosen. margin: share of time by which others must be faster than the
+    first that fits.
 
     Raises:
         MemoryShortage: no layout leaves room for 128 tokens.
@@ -95,7 +95,7 @@ def choose_shard(
 
 
 def _shards(memory: StepMemory, keeps_whole: str | None) -> list[Shard]:
-    """List the layouts that differ here and are allowed, in order of preference."""
+    """List the allowed layouts that differ here, in order of preference."""
     if memory.ranks == 1 or keeps_whole is not None:
         return ["zero1"]
     has_nodes = 1 < (memory.ranks_per_node or 1) < memory.ranks
@@ -123,9 +123,9 @@ def _seconds_text(seconds: float) -> str:
 
 
 def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: str) -> None:
-    """Refuse an offloaded optimizer of all ranks of a machine with less free memory; `free_bytes` 0: not known.
+    """Refuse an offloaded optimizer of all ranks of a machine with less free memory. free_bytes: 0 if unknown.
 
-    key: the setting that asks for it.
+    key: name of the setting that offloads it.
 
     Raises:
         MemoryShortage: the optimizer needs more.
@@ -209,10 +209,10 @@ def _parts(memory: StepMemory) -> str:
 
 
 def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False) -> Traffic:
-    """Return what travels in a wave of a sharded model, over the links of `cost` and all `memory.ranks`.
+    """Return the traffic of a sharded model's wave, over the links of `cost` and all `memory.ranks`.
 
     Parameters travel in the model's dtype, gradients in fp32; parameters that do not train have no gradients.
-    head_apart: a head that is not tied to the embedding is a unit of its own, as in our engine.
+    head_apart: True if an untied head is a unit of its own, as in our engine.
     """
     layer, rest = memory.layer_params()
     words = float(memory.shape.hidden * memory.shape.vocab)
@@ -252,7 +252,7 @@ def sharded_cost(cost: Cost, memory: StepMemory, *, group: int | None = None, he
 
 
 def laid_cost(cost: Cost, memory: StepMemory, *, head_apart: bool = True) -> Cost:
-    """Return the costs of ranks in the layout of `memory`; `head_apart`: see `sharded_traffic`."""
+    """Return the costs of ranks in the layout of `memory`. head_apart: see `sharded_traffic`."""
     return offloaded_cost(sharded_cost(cost, memory, group=memory.ranks_in_step, head_apart=head_apart), memory)
 
 

@@ -26,7 +26,7 @@ _NOTHING, _NO_ENDING = Choices(), Ending()
 
 
 class _Part(NamedTuple):
-    """A rank's work times the degree: tokens, seconds of attention and of linear work. sequences: of the piece."""
+    """A rank's work times the degree: tokens, seconds of attention and linear work. sequences: number in the piece."""
 
     tokens: Numbers
     attention: Numbers
@@ -38,34 +38,34 @@ class _Part(NamedTuple):
 class Cost:
     """Seconds of forward and backward through the layers that one device of a rank holds.
 
-    quadratic_seconds: per squared token of attention (a sequence of s tokens counts s x s).
-    linear_seconds: per token, of everything that grows with tokens: projections, MLP, output head.
-    cut_seconds: per token of a cut sequence, in addition: scans of layers with states.
-    fixed_seconds: per microbatch, on each of its ranks.
-    windows: (window in tokens, share of the attention layers that have it); the other layers see everything.
-    couples_layers: ranks of a ring wait for the slowest of them in every layer, as in engines, so a local pack beside a
-        ring delays all of it.
-    version: where the costs come from; noted in every plan made with them.
+    quadratic_seconds: seconds per squared token of attention (a sequence of s tokens counts s x s).
+    linear_seconds: seconds per token of all work that grows with tokens: projections, MLP, output head.
+    cut_seconds: additional seconds per token of a cut sequence, by scans of layers with states.
+    fixed_seconds: seconds per microbatch, on each of its ranks.
+    windows: (window in tokens, share of the attention layers with it); the other layers see everything.
+    couples_layers: True if ranks of a ring wait for the slowest of them in every layer, as in engines, so that a local
+        pack beside a ring delays all of it.
+    version: source of the costs, noted in every plan made with them.
     forward, backward: shares of the two passes.
-    near, far: links inside a node and between nodes; ranks_per_node: neighbours on the line that share a node.
-    uplink_bytes_per_second: from all ranks of a node together to other nodes; here a ring shares it only with itself.
-    crosses_node: price pieces without a given place as if each crossed one more border of nodes than it needs.
-    block_efficiency: as in `Hardware`; empty: blocks of any size run at full speed.
-    ring_bytes, exchange_bytes: per token, all layers, both passes: passed on by a ring, and moved by an all-to-all.
-    sweep_bytes, sweep_messages: per round of a sweep of states, all layers, both passes: bytes that a rank passes on of
-        each sequence, and the number of messages, in ring steps of a pass.
-    heads, kv_heads: of one device; groups of u ranks must divide the heads, and repeat KV heads beyond `kv_heads`.
-    copy_bytes: activations per token that can be offloaded, for each kind of recomputation; empty: not known.
-    copy_bytes_per_second: to or from the host, one direction, with the node's other ranks copying too.
+    near, far: links inside a node and between nodes. ranks_per_node: neighbours on the line that share a node.
+    uplink_bytes_per_second: rate from a node's ranks together to other nodes; here a ring shares it only with itself.
+    crosses_node: True to price unplaced pieces as if each crossed one more border of nodes than it needs.
+    block_efficiency: curve of `Hardware`; empty if blocks of any size run at full speed.
+    ring_bytes, exchange_bytes: bytes per token, all layers, both passes, that a ring passes on, and an all-to-all
+        moves.
+    sweep_bytes, sweep_messages: bytes of each sequence that a rank passes on per round of a sweep of states, all
+        layers, both passes, and the number of messages, in ring steps of a pass.
+    heads, kv_heads: heads of one device; groups of u ranks must divide them, and repeat KV heads beyond `kv_heads`.
+    copy_bytes: bytes per token that can be offloaded, for each kind of recomputation; empty if unknown.
+    copy_bytes_per_second: rate to or from the host, one direction, with the node's other ranks copying too.
     host_bytes: a device's part of the host memory for offload.
-    reduced_bytes: gradients and parameters that the step's end moves per rank; ending: its other costs.
-    traffic: what every wave gathers and sums if parameters are sharded, else None.
-    stages: pipeline stages of a rank; coefficients are those of one stage; 0: of whatever a plan has.
-    stage_bytes: per token, of activations sent from a stage to the next, between nodes.
-    embedding_seconds, head_seconds: per token, parts of `linear_seconds` of all stages, used to cut layers; 0: not
-        measured.
-    choices: what pieces whose `Choice` is not given may choose.
-    trees: sequences that continue others and count together as one (`cost.trees`), by length. Of each: its length, the
+    reduced_bytes: bytes of gradients and parameters that the step's end moves per rank. ending: its other costs.
+    traffic: gathers and sums of every wave if parameters are sharded, else None.
+    stages: pipeline stages of a rank, with coefficients of one stage; 0 for those of any plan.
+    stage_bytes: bytes per token of activations sent from a stage to the next, between nodes.
+    embedding_seconds, head_seconds: parts of `linear_seconds` of all stages, to cut layers; 0 if not measured.
+    choices: choices of pieces without a given `Choice`.
+    trees: sequences that continue others and count together as one (`cost.trees`), by length: each with its length, the
         squared tokens inside of its sequences, the tokens of a block of these, and the same two between its sequences.
 
     Raises:
@@ -171,15 +171,15 @@ class Cost:
         shares: tuple[float, ...] | None = None,
         speeds: Sequence[float] | None = None,
     ) -> float:
-        """Return how long a piece keeps each of its ranks busy, without the microbatch's `fixed_seconds`.
+        """Return the seconds that a piece keeps each of its ranks busy, without the microbatch's `fixed_seconds`.
 
         Args:
-            lengths: of the sequences of the piece.
-            degree: number of ranks over which each is cut.
-            choice: what the piece does (default: the best of `choices`).
-            ranks: where the piece is, in ring order (default: in as few nodes as possible).
+            lengths: tokens of the sequences of the piece.
+            degree: number of ranks over which each sequence is cut.
+            choice: settings of the piece (default: the best of `choices`).
+            ranks: ranks of the piece, in ring order (default: in as few nodes as possible).
             shares: weight of each rank's part (default: all equal); the slowest rank counts.
-            speeds: how many times as fast each rank computes, in ring order (default: as the costs say).
+            speeds: relative speed of each rank, in ring order (default: 1, that of the costs).
 
         Raises:
             PlanError: groups of heads that divide neither ranks nor heads.
@@ -272,7 +272,7 @@ class Cost:
     def sweep_seconds(self, degree: Numbers, far_rounds: Numbers, sequences: Numbers) -> Numbers:
         """Return the seconds of all rounds of the sweeps of states of this many sequences, both passes together.
 
-        far_rounds: how many of the degree - 1 rounds of a sweep are between nodes; in each, one message leaves a node.
+        far_rounds: number of a sweep's degree - 1 rounds between nodes; in each, one message leaves a node.
         """
         outside = min(self.far.bytes_per_second, self.uplink_bytes_per_second)
         links = (self.near.hop_seconds, self.near.bytes_per_second), (self.far.hop_seconds, outside)
@@ -340,7 +340,7 @@ class Cost:
         return self.forward.linear / sum(each.linear for each in self.passes(recompute))
 
     def reach(self, degree: Numbers, heads: Numbers = 1, ranks: Sequence[int] | None = None) -> Reach:
-        """Return how far a piece reaches over nodes; `ranks`: in ring order (default: in as few nodes as possible).
+        """Return a piece's reach over nodes. ranks: its ranks in ring order (default: in as few nodes as possible).
 
         Without `ranks`, degree and heads may be arrays with one entry per piece.
         """
@@ -355,7 +355,7 @@ class Cost:
         return self._seconds(part, tokens, degrees, choice, self.reach(degrees, choice.heads))
 
     def _seconds(self, part: _Part, total: Numbers, degree: Numbers, choice: Choice, reach: Reach) -> Numbers:
-        """Sum the passes of one rank; `total`: tokens of the whole piece."""
+        """Sum the passes of one rank. total: tokens of the whole piece."""
         heads, positions, near, far = choice.heads, degree / choice.heads, self.near, self.far
         held = part.tokens / degree
         outside = np.minimum(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)

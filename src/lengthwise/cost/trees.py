@@ -33,8 +33,8 @@ class Tree:
 def lengths_of(trees: Sequence[Tree], cost: Cost, most_tokens: float = math.inf) -> tuple[tuple[int, ...], Cost]:
     """Return the length by which each tree is known, and costs that know these lengths.
 
-    A length is the number of tokens. A tree gets some tokens more if that is the length of a tree of another shape, up
-    to `most_tokens`: more might not fit on a rank, so trees of this length are priced as the first of them.
+    A length is the number of tokens. A tree gets some tokens more if a tree of another shape has this length, up to
+    `most_tokens`: more might not fit on a rank, so trees of this length are priced as the first of them.
     """
     shapes: dict[int, tuple[tuple[int, int], ...]] = {}
     lengths = [0] * len(trees)

@@ -25,8 +25,8 @@ NO_PLACEHOLDERS: Mapping[int, str] = MappingProxyType({})
 class StepBatch:
     """A global batch: entry i of a plan's `tokens` is sequence `ids[i]` of the data, or its end (`planned_by`).
 
-    loss_weight: the sum of all tokens' loss weights, the divisor of the summed loss; without weights `loss_tokens`.
-    end, digest: as in `Batch`. placeholders: ids of tokens that are refused when they are read (`models.placeholders`).
+    loss_weight: sum of all tokens' loss weights, the divisor of the summed loss; without weights `loss_tokens`. end,
+    digest: those of `Batch`. placeholders: ids of tokens that are refused when they are read (`models.placeholders`).
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepBatch:
     def planned_by(self, plan: Plan) -> Self:
         """Return the batch for segments of a plan, whose sequences may continue others.
 
-        Its first sequences are the ends of the batch's, in order. Those after them are read from one that continues
+        Its first sequences are the ends of the batch's, in order. Later ones are read from a sequence that continues
         them.
         """
         found, firsts, row_of = copy.copy(self), plan.firsts, dict[int, int]()
@@ -59,7 +59,7 @@ class StepBatch:
         return found
 
     def shared_prefixes(self) -> SharedPrefixes | None:
-        """Return the prefixes without labels that sequences share, or None if they share none, or are read later."""
+        """Return the prefixes without labels that sequences share; None without any, or if they are read later."""
         return None
 
     def places(self, segments: Iterable[Segment]) -> Iterator[tuple[int, int, int]]:

@@ -17,7 +17,7 @@ from lengthwise.offload import ActivationSaver
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts every storage that operations inside the block make, once, until it is freed.
+    """Counts once each storage that operations inside the block make, until it is freed.
 
     Storages that existed before (parameters, flat gradients) do not count, unless they were empty: those of sharded
     units count while they are gathered.
@@ -59,7 +59,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 class Step(NamedTuple):
-    """An operation, the bytes that are live after it, and of them those that are saved and wait for backward."""
+    """An operation, the live bytes after it, and the part of them that autograd saved for backward."""
 
     operation: object
     live: int
@@ -98,7 +98,7 @@ class LiveWatch(LiveBytes):
 
 
 class AllocatorWatch:
-    """Notes the most bytes that were requested from the device's allocator since the last note.
+    """Records the peak of the bytes requested from the device's allocator since the last note.
 
     Requested bytes, not blocks: a block of more than 1 MB may be 1 MB larger, as much as a tensor of a small pass.
     """

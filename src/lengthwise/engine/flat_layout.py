@@ -21,7 +21,7 @@ BUCKET_ENTRIES = 1 << 24  # least entries of a bucket: shorter messages do not f
 
 
 class Run(NamedTuple):
-    """Entries of a parameter, from `entry` on, that lie at [start, stop) of a rank's shard."""
+    """Entries of a parameter, from `entry` on, at [start, stop) of a rank's shard."""
 
     parameter: int
     entry: int

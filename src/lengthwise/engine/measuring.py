@@ -63,9 +63,9 @@ _FALL_BYTES = 2**21  # that a library's choices among kernels explain between tw
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a sequence lies: over how many ranks, at which position this rank is, and how many ranks split heads.
+    """Layout of a sequence: number of ranks, position of this rank, number of ranks that split heads.
 
-    branches: whether its second half is a sequence that continues the first, as where rows share a prefix.
+    branches: True if its second half is a sequence that continues the first, as for rows with a shared prefix.
     """
 
     degree: int = 1
@@ -92,7 +92,7 @@ class _NotedSaver(ActivationSaver):
 
 
 class FallingLine(ConfigError):  # noqa: N818 - the name says what happened
-    """The longer of two passes held less, so they do not tell what long microbatches hold."""
+    """The longer of two passes held less, so they do not predict long microbatches."""
 
     def __init__(self, got: str) -> None:
         expected = "more rows to hold no less, in two short passes of the model that measure what memory holds"
@@ -105,7 +105,7 @@ class FallingLine(ConfigError):  # noqa: N818 - the name says what happened
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What a pass held: while its layers ran forward, in the loss, and in backward."""
+    """The bytes of a pass: while its layers ran forward, in the loss, and in backward."""
 
     rows: int
     saved_bytes: int
@@ -118,8 +118,8 @@ class Seen:
 class SmallPasses:
     """Runs small passes of a model, or a chunk of it, with one kind of recomputation.
 
-    casting: the autocast of each forward; weights that it casts and caches end with it. done: passes of any kind that
-    have run, which run no second time.
+    casting: autocast of each forward, which frees its cached weights at its end. done: finished passes of all kinds,
+    which do not run again.
     """
 
     model: nn.Module
@@ -152,7 +152,7 @@ class SmallPasses:
         return max((each for each in sizes if isinstance(each, int)), default=_SCAN_ROWS) * min(self.layout.degree, 2)
 
     def measure(self, *, chunk_rows: int | None) -> MicrobatchBytes:
-        """Measure all moments. chunk_rows: of a loss in chunks; if None, all logits are made at once."""
+        """Measure all moments. chunk_rows: rows per chunk of the loss, None for all logits at once."""
         seen = [self.run(each, chunked=chunk_rows is not None) for each in (self.rows // 2, self.rows)]
         forward, loss, backward = (_lines(seen, part, self._counted_layers) for part in ("forward", "loss", "backward"))
         if chunk_rows is not None:
@@ -297,10 +297,10 @@ def measure_microbatch(
     stage: int = 0,
     stages: int = 1,
 ) -> StepBytes:
-    """Measure all that a rank's microbatches hold; gradients are added to those that exist.
+    """Measure all bytes of a rank's microbatches; gradients are added to those that exist.
 
-    passes: of any chunk; those of `chunks`, which the stage has, are measured. logits_at_once: that the loss makes; if
-    None, all. most_rows: of a microbatch.
+    passes: passes of any chunk, of which those of the stage's `chunks` are measured. logits_at_once: logits per loss
+    chunk, None for all. most_rows: most rows of a microbatch.
     """
     config: Any = passes.model.config
     chunk_rows = None if logits_at_once is None else max(1, logits_at_once // config.vocab_size)
@@ -342,7 +342,7 @@ def _at_end_of(model: Any, mark: Callable[[], None]) -> Iterator[None]:
 
 
 def _of_chunks(lines: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the lines of a loss in chunks: what grows beyond its last moment is of a chunk.
+    """Return the lines of a loss in chunks: bytes that grow beyond its last moment belong to a chunk.
 
     Both passes have as many chunks, so a chunk's rows grow with theirs.
     """
@@ -352,7 +352,7 @@ def _of_chunks(lines: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _lines(seen: Sequence[Seen], part: str, layers: int) -> Moments:
-    """Return the lines through a part of two passes: of each operation if both did the same, else of the highest."""
+    """Return lines through a part of two passes: per operation if both ran the same ones, else through the highest."""
     parts: list[Segment] = [getattr(each, part) for each in seen]
     rows, more = (each.rows for each in seen)
     passes = [
@@ -372,8 +372,7 @@ def _lines(seen: Sequence[Seen], part: str, layers: int) -> Moments:
 
 
 def _highest(seen: Sequence[Seen], passes: Sequence[NDArray[np.float64]], share: float) -> list[NDArray[np.float64]]:
-    """Return (live, waiting) of each pass where the device holds most, if of what waits only a `share` of the saved
-    bytes is on it.
+    """Return (live, waiting) of each pass at the device's peak, with a `share` of the waiting saved bytes on it.
 
     Layers hold nearly the same, so this may be in another layer of each pass. All passes therefore count as in the
     layer of the last one.

@@ -20,7 +20,7 @@ CollectRouter: TypeAlias = Callable[[list[Tensor]], None]
 class ForwardPass:
     """A rank's part of a microbatch, and the model that runs it.
 
-    input_ids, position_ids, shift_labels: (tokens,) each, of `segments` one after another. collect_router: called with
+    input_ids, position_ids, shift_labels: (tokens,) each, of `segments` one after another. collect_router: callback for
     the router logits (see `model_loss`).
     """
 
@@ -36,7 +36,7 @@ class ForwardPass:
 class Objective(Protocol):
     """The loss of a rank's tokens in a microbatch; the sum over all ranks and microbatches is the step's loss.
 
-    divisor: divisor of the sum, the same on all ranks. rows_beyond: least number of padding rows that the model needs.
+    divisor: divisor of the sum, the same on all ranks. rows_beyond: padding rows that the model needs at least.
     """
 
     @property

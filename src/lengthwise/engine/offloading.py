@@ -38,7 +38,7 @@ class Offloading:
             self._savers.pop().end()
 
     def saver(self, microbatch: Microbatch, rows: int, chunk: Chunk = WHOLE) -> ActivationSaver | None:
-        """Return the saver of a microbatch of `rows` rows in a chunk; None if it offloads nothing."""
+        """Return the saver of a microbatch of `rows` rows in a chunk, None if it offloads nothing."""
         if not microbatch.offload:
             return None
         kind, heads = microbatch.recompute, max(piece.heads for piece in microbatch.pieces)
@@ -70,9 +70,9 @@ class Offloading:
 def start_offloading(
     config: OffloadConfig | None, model: nn.Module, kernel: BlockKernel, *, where: str, casting: Casting = nullcontext
 ) -> Offloading | None:
-    """Open the store that the settings ask for; None if they ask for none.
+    """Open the store of the settings; return None for settings without offload.
 
-    where: the rank, for errors. casting: the autocast of forwards.
+    where: the rank's name in errors. casting: autocast of forwards.
 
     Raises:
         MemoryShortage: the store cannot be opened.

@@ -34,13 +34,13 @@ def sliced_optimizer(
 ) -> SlicedOptimizer:
     """Return the optimizer of a run file on slices, with all its states, so that a memory shortage shows before a step.
 
-    fused: as in `optimizer_of`.
+    fused: True for torch's fused kernels, by default for `FUSED` ones.
     """
     return made_on_slices(optimizer_of(config, model, fused=fused), parameters, rank, offloads=config.offload)
 
 
 def made_on_slices(whole: WholeOptimizer, parameters: Parameters, rank: int, *, offloads: bool) -> SlicedOptimizer:
-    """Return an optimizer on slices with all its states. whole: of a section, made before parameters were laid."""
+    """Return an optimizer on slices with all its states. whole: a section's optimizer of the unlaid parameters."""
     optimizer = SlicedOptimizer(whole, parameters, rank, offloads=offloads)
     optimizer.make_states()
     return optimizer
@@ -49,8 +49,9 @@ def made_on_slices(whole: WholeOptimizer, parameters: Parameters, rank: int, *, 
 class SlicedOptimizer:
     """An optimizer whose groups hold this rank's slices of the model's parameters, with their states so far.
 
-    optimizer: torch's optimizer. numbers: as in `WholeOptimizer`. shapes: shapes of the whole parameters. rank: this
-    rank's number among those over which `parameters` lie. offloads: whether slices and states are on the host.
+    optimizer: torch's optimizer. numbers: numbers of the trainable parameters by torch's count. shapes: shapes of the
+    whole parameters. rank: this rank's number among those that share `parameters`. offloads: True if slices and states
+    are on the host.
     """
 
     def __init__(self, whole: WholeOptimizer, parameters: Parameters, rank: int, *, offloads: bool = False) -> None:
@@ -96,7 +97,7 @@ class SlicedOptimizer:
     def collecting(self) -> Iterator[None]:
         """Add the gradients of backwards inside the block to the sum.
 
-        A backward that fails clears all gradients, because a partial sum is no loss's gradient.
+        A failed backward clears all gradients, because a partial sum is no loss's gradient.
         """
         self.parameters.keep_sum()
         self.parameters.attach_gradients()
@@ -258,7 +259,7 @@ class SlicedOptimizer:
             self._keep(name, {key: each.clone() for key, each in states.items()})
 
     def kept(self) -> dict[str, dict[str, float | None]]:
-        """Return the states of parameters that this rank has some of: numbers, and None for vectors."""
+        """Return the states of parameters with entries on this rank: numbers, and None for vectors."""
         return {
             self.parameters.names[run.parameter]: {
                 key: None if is_by_entry(value, run) else float(value)
@@ -270,9 +271,9 @@ class SlicedOptimizer:
         }
 
     def vectors(self, names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return copies of the states with one number an entry, (entries,) by name, in host memory; 0 for missing ones.
+        """Copy the states with one number per entry, (entries,) by name, to host memory; 0 for missing ones.
 
-        names: if None, all of which this rank has some.
+        names: by default all parameters of which this rank has entries.
         """
         exact = self.parameters.master_weights
         if names is None:
@@ -324,7 +325,7 @@ def _entries(run: Run) -> slice:
 
 
 def _sliced(value: Any, shape: tuple[int, ...], run: Run) -> Any:
-    """Return the run's slice of a state with one value an entry, or a copy of any other tensor."""
+    """Return the run's slice of a state with one value per entry, or a copy of any other tensor."""
     if not isinstance(value, Tensor):
         return value
     return value.reshape(-1)[_entries(run)].clone() if tuple(value.shape) == shape else value.clone()

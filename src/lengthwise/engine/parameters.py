@@ -43,13 +43,13 @@ class Parameters:
     Rank 0's parameters and buffers count, on any device; other ranks' parameters may be on the meta device. Forward and
     backward use the model's own parameters, not this class.
 
-    names, shapes: of the trained parameters. layout: their layout in the `state` of all ranks. saved: the layout of
-    all stages' trained parameters. ranks_in_step: number of neighbouring ranks that gather and sum together in every
-    pass, and therefore run every microbatch together. keeps_values: whether the model always has its values. stage:
-    exchange with other stages.
+    names, shapes: names and shapes of the trained parameters. layout: their layout in the `state` of all ranks. saved:
+    layout of all stages' trained parameters. ranks_in_step: number of neighbouring ranks that gather and sum together
+    in every pass, and therefore run every microbatch together. keeps_values: True if the model always has its values.
+    stage: exchange with other stages.
 
-    layers: the decoder's layers, which become units. read: returns entries [first, stop) of a named parameter, for
-    every rank its own. If None, rank 0 sends them.
+    layers: the decoder's layers, which become units. read: function that returns this rank's entries [first, stop) of a
+    named parameter; without it rank 0 sends them.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Parameters:
 
     @property
     def _now(self) -> list[nn.Parameter]:
-        """The model's current parameters that are updated here, in the layout's order."""
+        """The model's current parameters that this rank updates, in the layout's order."""
         places = {name: place for place, name in enumerate(self.names)}
         every = self._model.named_parameters() if self.names else ()  # otherwise nothing trains
         own = [(name, each) for name, each in every if each.requires_grad and each is not self.stage.copy]
@@ -229,7 +229,7 @@ class Parameters:
         self.stage.clear()
 
     def take_sum(self) -> None:
-        """Count what a loop wrote into `grad_shard` between steps as a sum, which the next backward keeps."""
+        """Count values that a loop wrote into `grad_shard` between steps as a sum, which the next backward keeps."""
         self._is_summed = self._replicas.world_size > 1
 
     def keep_sum(self) -> None:
@@ -299,7 +299,7 @@ class Parameters:
     def whole_on_first(self, *, trained_only: bool) -> Iterator[None]:
         """Make the parameters of rank 0's model whole inside the block, for saving. Collective.
 
-        trained_only: whether only trained parameters are needed; the others may then be on the meta device.
+        trained_only: True if only trained parameters are needed; the others may then be on the meta device.
         """
         slices = [self._trained, *([] if trained_only else self._frozen)]
         is_first = self._transport.rank == 0
@@ -377,8 +377,8 @@ def lay_parameters(
 ) -> Parameters:
     """Lay a model's parameters out over the ranks, with the values of rank 0. Collective.
 
-    stage: the mesh of pipelines and this rank's stage, in a pipeline. rows: source from which every rank reads its own
-    values, if they are sharded. If None, rank 0 sends them.
+    stage: mesh of pipelines and this rank's stage, None without a pipeline. rows: source from which every rank reads
+    its own sharded values; without it rank 0 sends them.
     """
     assert rows is None or not sharding.stays, "whole parameters come from rank 0"
     share = StageShare(Mesh(transport, 1)) if stage is None else StageShare(*stage, trains=sharding.trains)

@@ -62,7 +62,7 @@ def share_values(
 ) -> None:
     """Copy rank 0's buffers and `parameters` to every rank's device, in `dtype` or their own dtype. Collective.
 
-    parameters: those outside of flat buffers, as frozen ones are. Buffers may be weights too, which rank 0 alone reads.
+    parameters: those outside of flat buffers, such as frozen ones. Buffers may be weights that only rank 0 reads.
     """
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -33,10 +33,10 @@ class Sharding:
 
     dtype, device: main dtype, and device, of the values that forward reads. ranks_in_step: number of neighbouring ranks
     (a node) that gather and sum together in every pass; nodes do at a step's end. With 1 values stay on every rank, and
-    the next three apply. bucket_entries: least entries of a bucket. overlaps: sum gradients while the last backward
-    runs. values_late: send values while the next forward begins, which waits for those that it reads. keeps_dtypes:
-    whether parameters keep their dtypes; otherwise all get `dtype`. trains: whether anything trains. exact_on: device
-    of exact values. If None, the model's.
+    the next three apply. bucket_entries: least entries of a bucket. overlaps: True to sum gradients while the last
+    backward runs. values_late: True to send values while the next forward begins, which waits for those that it reads.
+    keeps_dtypes: True if parameters keep their dtypes; otherwise all get `dtype`. trains: True if anything trains.
+    exact_on: device of exact values, by default the model's.
     """
 
     dtype: torch.dtype
@@ -77,10 +77,10 @@ def axes_of(world: Transport, sharding: Sharding) -> Axes:
 class Slices:
     """This rank's slices of parameters that all train, or are all frozen; of frozen ones every node has all entries.
 
-    unit_of: units of the parameters, by name, in order. given: the model's parameters by name. dtypes: dtypes of the
-    parameters, by name. kept: dtype of `values`. layout: layout of `values` over all ranks. node: layout of `of_node`
-    over the ranks of a node; it is one tensor by bucket. made: the parameters that the model gets, by name. order:
-    order in which buckets are published.
+    unit_of: units of the parameters, by name, in order. given: the model's parameters, by name. dtypes: dtypes of the
+    parameters, by name. kept: dtype of `values`. layout: layout of `values` over all ranks. node: layout of `of_node`,
+    one tensor per bucket, over the ranks of a node. made: the model's new parameters, by name. order: buckets in the
+    order in which they are published.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Slices:
             kept.copy_(torch.where(own != kept.to(own.dtype), own.to(kept.dtype), kept))
 
     def _take_to_host(self) -> None:
-        """Do so with exact values on the host: compare on the device, and copy back only slices that changed."""
+        """Take changes with exact values on the host: compare on the device, and copy back only changed slices."""
         if self._published is None:  # all exact values are published
             self._published = [
                 torch.empty(own.shape, dtype=whole.dtype, pin_memory=whole.is_cuda).copy_(own)
@@ -274,7 +274,7 @@ def in_buckets(layout: FlatLayout, shard: Tensor) -> list[Tensor]:
 def brought(values: Tensor, dtype: torch.dtype, device: torch.device, staged: Tensor | None = None) -> Tensor:
     """Copy exact values to the model's device in `dtype`; the host casts its values and sends pinned memory.
 
-    staged: host memory for the cast values. If None, new memory is used.
+    staged: host memory for the cast values, by default new memory.
     """
     if staged is None and values.device.type == device.type:
         return values.to(dtype)
@@ -288,8 +288,9 @@ def gathered(
 ) -> Iterator[tuple[int, Tensor]]:
     """Gather slices of buckets one by one; yield the numbers of parameters and their whole tensors. Collective.
 
-    slices: this rank's, of all buckets (`in_buckets`). transport: over the layout's ranks. device: of the gathered
-    tensors; by default the slice's. Tensors of a bucket are views of one tensor, which the next bucket does not touch.
+    slices: this rank's slices of all buckets (`in_buckets`). transport: transport over the layout's ranks. device:
+    device of the gathered tensors, by default the slice's. Tensors of a bucket are views of one tensor, which the next
+    bucket does not touch.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):

@@ -65,7 +65,7 @@ class Messages:
         return hidden
 
     def post(self, turn: Turn, room: Callable[[Message], Tensor]) -> None:
-        """Post the messages of a turn in one grouped call. room: returns an empty tensor for a message."""
+        """Post the messages of a turn in one grouped call. room: function that makes an empty tensor for a message."""
         self.mesh.world.phase = f"{self.name}, hidden states between stages at tick {turn.tick}"
         rank_of = self.mesh.rank_of_stage
         sends = [
@@ -94,11 +94,11 @@ def empty_hidden(model: nn.Module, chunk: Chunk, rows: int) -> Tensor:
 
 @dataclass(slots=True, kw_only=True)
 class KeptForward:
-    """What a backward needs of its forward.
+    """The part of a forward that its backward needs.
 
     rows: rows of the forward. end: the loss, or a number whose backward takes the gradient of the sent hidden states
-    from `after`. before: receives the gradient of the received hidden states, or None if the input were ids.
-    router_logits: kept for the balance loss. router_share: this forward's part of that loss, once choices are counted.
+    from `after`. before: list for the gradient of the received hidden states, None for an input of ids. router_logits:
+    logits for the balance loss. router_share: this forward's part of that loss, once choices are counted.
     """
 
     rows: int
@@ -111,7 +111,7 @@ class KeptForward:
 
 
 class _GraphStart(torch.autograd.Function):
-    """Start of a graph at received hidden states, which it does not hold; their gradient goes into `gradients`."""
+    """Start of a graph at received hidden states, which it does not keep; their gradient goes into `gradients`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, _begin: Tensor, gradients: list[Tensor]) -> Tensor:
@@ -125,7 +125,7 @@ class _GraphStart(torch.autograd.Function):
 
 
 class _GraphEnd(torch.autograd.Function):
-    """End of a graph at hidden states to send, which it does not hold; their gradient comes from `gradients`."""
+    """End of a graph at hidden states to send, which it does not keep; their gradient comes from `gradients`."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, gradients: list[Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from lengthwise.program.step_program import Place, step_program
 
 
 def _full_pipeline(cut: LayerCut) -> Plan:
-    """Return a plan of one replica whose stages keep as many microbatches as they ever may; every pass occurs."""
+    """Return a plan of one replica with every pass, whose stages keep as many microbatches as they ever may."""
     number, schedule = 1, {"kind": "free"}
     if cut != UNCUT:
         number, schedule = 3 * cut.stages, {"kind": "pipeline", "stages": cut.stages, "virtual": cut.virtual}
@@ -32,7 +32,7 @@ def _full_pipeline(cut: LayerCut) -> Plan:
 
 
 def passes_of(cut: LayerCut, stage: int) -> list[PassBeside]:
-    """List the passes of a stage that trains, with what it holds beside them."""
+    """List the passes of a training stage, with the tensors that it holds beside them."""
     found = dict[PassBeside, None]()
     kept, returned, posted = set[Place](), set[Place](), list[_Posted]()
     for turn in step_program(_full_pipeline(cut), 0, stage).turns:
@@ -64,7 +64,7 @@ def passes_of(cut: LayerCut, stage: int) -> list[PassBeside]:
 
 @dataclass(slots=True)
 class _Posted:
-    """A grouped call of messages: how many sends it still holds, and the messages that still arrive."""
+    """A grouped call of messages: number of sends that it still holds, and messages that still arrive."""
 
     num_sends: int
     arriving: set[tuple[Place, bool]]

@@ -38,8 +38,8 @@ class SavedParameters:
 class StageShare:
     """One stage's side of the exchange; without a stage (a whole model) nothing is exchanged.
 
-    tied: the tied weight, on the stages that have it or its copy. copy: the last stage's copy of it, if it trains. Make
-    this before the parameters, and call `begin` after them.
+    tied: the tied weight, on the stages with it or its copy. copy: the last stage's copy of it, if it trains. Make this
+    before the parameters, and call `begin` after them.
     """
 
     def __init__(self, mesh: Mesh, stage: ModelStage | None = None, *, trains: bool = True) -> None:
@@ -69,7 +69,7 @@ class StageShare:
         return [Accumulation([tied], [self._gradient])]
 
     def trained_dtypes(self) -> set[torch.dtype]:
-        """Return the dtypes of what trains on all stages, as the model was given; none without stages."""
+        """Return the original dtypes of the trained parameters of all stages; none without stages."""
         stage = self._stage
         every = () if stage is None else zip(stage.trained, stage.entries, strict=True)
         return {entries[name][1] for trained, entries in every for name in trained}
@@ -138,7 +138,7 @@ class StageShare:
     def whole(self, dtype: torch.dtype | None) -> Iterator[None]:
         """Make the model of rank 0 whole inside the block: other stages send their tensors. Collective.
 
-        dtype: of all parameters. If None, they have their own.
+        dtype: dtype of all parameters, by default their own.
         """
         stage = self._stage
         if stage is None:

@@ -57,7 +57,7 @@ from lengthwise.program.step_program import Message, Pass, Place, StepProgram, T
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankResult:
-    """A rank's numbers of a step: its summed loss, and its seconds.
+    """A rank's numbers of a step: summed loss and seconds.
 
     `busy_seconds` exclude waits for other ranks, in transfers and in collectives. `ring_wait_seconds` are waits for
     transfers that no work hid, `offload_wait_seconds` waits for copies of the `offloaded_bytes` of all its
@@ -81,11 +81,11 @@ class StepContext:
     """The model and settings with which a rank runs a plan.
 
     model: the whole model, or a stage's part of it. mesh: the rank's place; with one stage plans name the world's
-    ranks. chunks: chunks of layers, by number. name: the step in messages. train: whether to run backward and dropout.
-    objective: the loss. If None, the next token's, from `logits_at_once` logits at a time. offloading: the store for
-    plans that offload. parameters: the owner of parameters, whose values may still arrive, and whose gradients may be
-    summed early, the same on all ranks; or None. dropout: the key of dropout's random numbers. autocast: dtype that
-    forwards are cast to. If None, a surrounding torch.autocast decides.
+    ranks. chunks: chunks of layers, by number. name: the step's name in messages. train: True to run backward and
+    dropout. objective: the loss, by default the next token's from `logits_at_once` logits at a time. offloading: store
+    for plans that offload. parameters: owner of parameters, whose values may still arrive, and whose gradients may be
+    summed early, the same on all ranks; or None. dropout: key of dropout's random numbers. autocast: dtype of cast
+    forwards; None leaves it to a surrounding torch.autocast.
     """
 
     model: nn.Module
@@ -164,7 +164,7 @@ def run_part(plan: Plan, batch: StepBatch, context: StepContext) -> RankResult:
 class _Prepared:
     """The inputs of a forward pass.
 
-    planned: its lowered attention. segments: this rank's segments. tensors: (input_ids, position_ids, shift_labels).
+    planned: lowered attention. segments: this rank's segments. tensors: (input_ids, position_ids, shift_labels).
     """
 
     planned: PlannedAttention
@@ -173,7 +173,7 @@ class _Prepared:
 
 
 class _RankStep:
-    """Runs the program of a rank's step. sums: (loss, part of the router loss), (2,), in fp64, on the device."""
+    """Runs the program of a rank's step. sums: loss and part of the router loss, (2,), in fp64, on the device."""
 
     def __init__(self, *, context: StepContext, batch: StepBatch, program: StepProgram) -> None:
         self.context, self.program, self.batch = context, program, batch
@@ -259,7 +259,7 @@ class _RankStep:
         return found
 
     def _dropping(self, place: Place) -> AbstractContextManager[object]:
-        """Drop by the seed of this forward inside the block, and in evaluations nothing."""
+        """Seed dropout for this forward inside the block; in evaluations nothing drops."""
         if not self._has_dropout:
             return nullcontext()
         if not self.context.train:

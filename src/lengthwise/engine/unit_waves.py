@@ -109,7 +109,7 @@ class Waves:
             self._entered = entered
 
     def _end_forward(self) -> None:
-        """Enter the remaining units, and free all that do not stay."""
+        """Enter the remaining units, and free those that do not stay."""
         if self.is_off:
             return
         self._enter_forward(len(self._units) - 1)

@@ -19,8 +19,8 @@ from lengthwise.engine.wave_order import CallKey, UnitKind
 class Accumulation:
     """Adds the gradients of `parameters` up in `sums`, of the same shapes.
 
-    Autograd adds in place if dtypes are equal; otherwise a hook adds a backward's gradient and drops it. made: called
-    with a parameter's number when a backward has made its gradient.
+    Autograd adds in place if dtypes are equal; otherwise a hook adds a backward's gradient and drops it. made: callback
+    with a parameter's number, once a backward has made its gradient.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Accumulation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelUnit:
-    """A unit of a model: its parameters' names, tied ones once, and the modules before which it is gathered."""
+    """A unit of a model: names of its parameters, tied ones once, and the modules before which it is gathered."""
 
     kind: UnitKind
     names: tuple[str, ...]
@@ -132,7 +132,7 @@ class FreedParameter(nn.Parameter):
     It stays the same object for optimizers, hooks and tied modules: only its class and data change. The data is one NaN
     expanded to its shape, so that a read past this class (as torch.tensor's) gives NaN, not freed memory.
 
-    comes_to: view of the buffer that has its values while they are gathered.
+    comes_to: view of the buffer with its values while they are gathered.
     """
 
     comes_to: Tensor
@@ -243,7 +243,7 @@ class UnitPart:
 
     @property
     def size(self) -> tuple[object, ...]:
-        """What its collectives depend on: entries, dtype, and whether gradients are summed."""
+        """The properties that its collectives depend on: entries, dtype, and whether gradients are summed."""
         return self._whole.numel(), self._whole.dtype, self.trains
 
     def gather(self, transport: Transport, key: CallKey | None) -> None:

@@ -24,8 +24,8 @@ END = -1  # stands for the end of a backward, in place of a unit
 class UnitKind:
     """The role of a unit in a wave.
 
-    again: freed after its forward and gathered again before its backward, as layers are. stays: kept from its forward
-    to the end of its backward. With neither its backward needs no values. trains: it has gradients.
+    again: True if freed after its forward and gathered again before its backward, as layers are. stays: True if kept
+    from its forward to the end of its backward. With neither its backward needs no values. trains: True with gradients.
     """
 
     name: str
@@ -44,8 +44,8 @@ class UnitCall(NamedTuple):
 class CallKey(NamedTuple):
     """The identity of a collective in a run: the same on all ranks, and increasing.
 
-    entry: number of units that the pass has entered. number: number of the call in its entry. kind, unit: the call in
-    words.
+    entry: number of units that the pass has entered. number: number of the call in its entry. kind, unit: words for
+    messages.
     """
 
     wave: int

@@ -58,9 +58,9 @@ MEMBERS = "params"  # torch's key for a group's parameters
 class WholeOptimizer:
     """An optimizer over whole parameters, before they are sharded.
 
-    given: the trainable parameters, by name in the whole model. group_of: numbers of their groups. numbers: their
-    numbers in the optimizer, by torch's count. members: numbers of all parameters, by group. frozen: parameters in its
-    groups that do not train, by number. states: the states so far, by name, until slices take them.
+    given: trainable parameters, by name in the whole model. group_of: numbers of their groups. numbers: their numbers
+    in the optimizer, by torch's count. members: numbers of all parameters, by group. frozen: parameters in its groups
+    that do not train, by number. states: states so far, by name, until slices take them.
     """
 
     optimizer: Optimizer
@@ -94,7 +94,7 @@ def read_optimizer(optimizer: Optimizer, model: nn.Module) -> WholeOptimizer:
 def optimizer_of(config: OptimizerConfig, model: nn.Module, *, fused: bool | None = None) -> WholeOptimizer:
     """Make the optimizer of a run file, with weight decay for parameters of two or more dimensions only.
 
-    fused: if None, optimizers in `FUSED` are.
+    fused: True for torch's fused kernels; by default for the optimizers in `FUSED`.
     """
     options: dict[str, Any] = {"fused": config.name in FUSED if fused is None else fused}
     if config.name == "lion":
@@ -120,7 +120,7 @@ def states_an_entry(optimizer: Optimizer) -> int:
 
 
 def kept_of(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, bool] | None:
-    """Return an optimizer's states for a group's arguments, and whether they are by entry; None if a step fails."""
+    """Return whether each state that a group's arguments give has one number per entry; None if a step fails."""
     probe, parameter = copy.copy(optimizer), nn.Parameter(torch.zeros(2))
     parameter.grad = torch.ones(2)
     plain = {key: value for key, value in group.items() if key not in ("fused", "capturable", "foreach")}

@@ -29,8 +29,8 @@ def plan_step(tokens: Sequence[int], cluster: Cluster, cost: Cost, options: Plan
     Args:
         tokens: length of each sequence of the global batch, in tokens.
         cluster: ranks, and the tokens that each holds in one microbatch.
-        cost: the costs of work; the plan notes their version.
-        options: how to plan.
+        cost: costs of work; the plan notes their version.
+        options: settings of the plan.
 
     Returns:
         A plan with notes: planner, predicted_seconds (the makespan), bound_seconds, cost (their version), and
@@ -116,7 +116,7 @@ def plan_recomputed(
         cost: the costs of work.
         capacities: tokens that a rank holds, for each kind of recomputation to try.
         options: for `plan_step`; their `recompute` is ignored.
-        plan_each: plans with one kind (default: `plan_step`).
+        plan_each: function that plans with one kind (default: `plan_step`).
 
     Raises:
         ConfigError, PlanError: from `plan_step`, with the kind of the largest capacity.

@@ -22,22 +22,17 @@ MODES = ("free", "waves", "pipeline")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """How to plan a step.
+    """The settings of a step's plan.
 
-    planner: one of `PLANNERS`, or a registered one.
-    layers: layers of the model; offload ratios and pipeline stages depend on them.
-    context_tokens: the context for which `static` sizes its mesh (default: the longest sequence).
-    recompute: what backward recomputes in every microbatch: one of `RECOMPUTE_KINDS`.
-    offload: `auto`: microbatches above the capacity offload what they must; `off`: none does.
-    heads: `auto`: each ring splits heads if that is faster; `off`: none does; a number such as 4: groups of 4 if
-    possible.
-    mode: one of `MODES`; `lengthwise` plans all of them, other planners only `free`, which `pipeline` runs through
-    stages.
-    speeds: of each rank, where 1 is as fast as the costs say (default: all 1). Only `lengthwise` plans with them.
-    stages: pipeline stages of each rank in mode `pipeline`; the costs are those of one stage.
-    virtual: chunks of layers per stage (default: 1).
-    planning_share: limit of the seconds spent on tries beyond the search, as a share of the least step time (default:
-    no limit).
+    planner: one of `PLANNERS`, or a registered one. layers: number of the model's layers; offload ratios and pipeline
+    stages depend on it. context_tokens: context of the mesh of `static`, in tokens (default: the longest sequence).
+    recompute: recomputation in every microbatch: one of `RECOMPUTE_KINDS`. offload: `auto`: microbatches above the
+    capacity offload as much as they must; `off`: none does. heads: `auto`: each ring splits heads if that is faster;
+    `off`: none does; a number such as 4: groups of 4 if possible. mode: one of `MODES`; `lengthwise` plans all of them,
+    other planners only `free`, which `pipeline` runs through stages. speeds: relative speed of each rank, 1 for that of
+    the costs (default: all 1). Only `lengthwise` plans with them. stages: pipeline stages of each rank in mode
+    `pipeline`; the costs are those of one stage. virtual: chunks of layers per stage (default: 1). planning_share:
+    limit of the seconds spent on tries beyond the search, as a share of the least step time (default: no limit).
     """
 
     planner: str = "lengthwise"
@@ -53,7 +48,7 @@ class PlanOptions:
     planning_share: float | None = None
 
     def choices(self, capacity_tokens: int) -> Choices:
-        """Return what each piece may choose beside its degree, on ranks of this capacity."""
+        """Return the choices of each piece beside its degree, on ranks of this capacity."""
         return Choices(
             recompute=self.recompute,
             splits_heads=self.heads == "auto",
@@ -110,7 +105,7 @@ DEFAULT = PlanOptions()
 
 
 def options_of(layout: StepMemory | None, **choices: Any) -> PlanOptions:
-    """Return the options for steps of a layout, or, without one, the options in `choices` alone.
+    """Return the options for steps of a layout, or, without one, only those in `choices`.
 
     The layout sets layers, mode (`pipeline` if it has several stages, `waves` if ranks share parameters) and stages.
     choices: fields of `PlanOptions`, which override these.

@@ -66,7 +66,7 @@ class Selection:
             self.plan, self.seconds = plan, seconds
 
     def _finished(self, microbatches: list[Microbatch]) -> Plan:
-        """Return a plan with what follows from its degrees: recomputation, offload ratios, split heads."""
+        """Add to a plan what follows from its degrees: recomputation, offload ratios, split heads."""
         recompute = self.options.recompute
         if recompute != "none":
             microbatches = [replace(microbatch, recompute=recompute) for microbatch in microbatches]
@@ -120,7 +120,7 @@ def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
 def _quickest(
     plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost, asked: str | int, known: dict[object, int]
 ) -> Piece:
-    """Return a piece with its fastest split. `known`: the split of each ring, by all that its seconds depend on."""
+    """Return a piece with its fastest split. known: the split of each ring, by all that its seconds depend on."""
     if piece.degree == 1 or piece.shares is not None:
         return piece
     lengths, first = [plan.tokens[i] for i in piece.sequences], min(piece.ranks)
@@ -145,7 +145,7 @@ def _quickest(
 
 
 def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selection:
-    """Return the candidate that ends first. `request.cost`: the costs with all choices; `cost`: those to score with."""
+    """Return the candidate that ends first. request.cost: costs with all choices. cost: costs for the score."""
     piped = options.mode == "pipeline"
     empty = Plan(
         ranks=request.cluster.ranks,

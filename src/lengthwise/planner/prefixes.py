@@ -41,7 +41,7 @@ def plan_shared(
 ) -> Plan | None:
     """Return a plan that computes shared prefixes once in trees of at most `most_tokens`, or None without such a tree.
 
-    plan_lengths: returns the plan of sequences of these lengths, with these costs.
+    plan_lengths: function that plans sequences of these lengths, with these costs.
     """
     tokens, parents, trees = _trees(lengths, shared, most_tokens)
     if len(tokens) == len(lengths):
@@ -55,8 +55,8 @@ def plan_shared(
 def saved_ratio(plan: Plan) -> float | None:
     """Return the share of the predicted seconds that prefixes computed once save.
 
-    Of a plan that computes each sequence whole: what they would save, below 0 if they cost time. None if only one of
-    the two plans was made.
+    For a plan of whole sequences: the share that they would save, below 0 if they cost time. None if only one of the
+    two plans was made.
     """
     notes, predicted = plan.notes, float(plan.notes["predicted_seconds"])
     if "seconds_apart" in notes:
@@ -92,7 +92,7 @@ def _trees(
 
 
 def _runs(lengths: Sequence[int], shared: SharedPrefixes, most_tokens: int) -> Iterator[range]:
-    """Yield the places in `order` of each tree: neighbours with a common prefix that together have not too many."""
+    """Yield the places in `order` of each tree: neighbours with a common prefix and at most `most_tokens` together."""
     first = tokens = 0
     for place, (sequence, common) in enumerate(zip(shared.order, shared.common, strict=True)):
         more = lengths[sequence] - common
@@ -108,7 +108,7 @@ def _tree(
 ) -> Iterator[tuple[int, int, int | None, int | None]]:
     """Yield the parts of a tree, depth first: first and last position, sequence of the batch or None, parent's place.
 
-    The sequence is None for a shared part. The place counts the parts from 0.
+    The sequence is None for a shared part. Places count the parts from 0.
     """
     count = 0
     waiting: list[tuple[range, int, int | None]] = [(run, 0, None)]  # neighbours that share their first tokens

@@ -37,7 +37,7 @@ WAYS: tuple[Way, ...] = ("widest", "longest", "skyline")  # with many ranks the 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """Rings on the line, one degree per sequence; with packs, still to come, it ends at `least_seconds` or later."""
+    """Rings on the line, one degree per sequence. least_seconds: earliest end once packs are added."""
 
     degrees: NDArray[np.int64]
     seconds: NDArray[np.float64]  # of each sequence at its degree, launch left out
@@ -119,7 +119,7 @@ class ScheduleSearch:
         self._waiting.clear()
 
     def _try_level(self, level: float, table: DegreeTable) -> None:
-        """Place rings in each way, pack promising placements, and note what multiple of the bound is in reach."""
+        """Place rings in each way, pack promising placements, and note the multiple of the bound in reach."""
         request, degrees = self.request, table.grown(level * self.bound)
         if degrees.tobytes() in self._tried:
             return

@@ -103,7 +103,7 @@ class Engine:
         return {"mesh": self.pipeline.mesh, "chunks": self.pipeline.stage.own}
 
     def next_token(self, batch: StepBatch, divisor: float | None = None) -> Objective:
-        """Return the next-token loss: the sum over a batch, divided by `divisor` (by default the batch's loss weight)."""
+        """Return the next-token loss: a batch's sum, divided by `divisor` (by default the batch's loss weight)."""
         weight = batch.loss_weight if divisor is None else divisor
         return NextToken(batch=batch, divisor=weight, logits_at_once=self.logits_at_once)
 
@@ -200,7 +200,7 @@ class Engine:
 
 
 def engine_of(model: Any, transport: Transport, *, chunked: bool, **how: Any) -> Engine:
-    """Make the engine of a Hugging Face model. chunked: True for losses over chunks of logits. how: fields of `Engine`."""
+    """Make the engine of a Hugging Face model. chunked: True for losses by chunks. how: fields of `Engine`."""
     config: Any = model.config
     words, on_gpus = text_config(config).vocab_size, how["device"].type == "cuda"
     return Engine(

@@ -145,7 +145,7 @@ class LoopOptimizer(SlicedOptimizer):
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
-        """Add the gradients of backwards inside the block, then call `reach` with the parameters that have gradients."""
+        """Add the gradients of backwards inside the block; then call `reach` with the parameters that got some."""
         self.withheld.begin()
         with super().collecting():
             yield

@@ -32,7 +32,7 @@ DELTA = 0.05  # share of the ideal step time by which a target lags the busiest 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingOrPack:
-    """One ring or pack that waits for ranks. seconds: launch included. is_long: a sequence above the capacity."""
+    """One ring or pack that waits for ranks. seconds: time with launch. is_long: True for one above the capacity."""
 
     degree: int
     sequences: list[int]

@@ -27,7 +27,7 @@ DELTA = 0.05  # share of the busiest rank's work within which ranks count as lev
 
 @dataclass(slots=True, kw_only=True)
 class Group:
-    """Ranks that share a sub-batch's sequences of one degree. work: in squared tokens per rank."""
+    """Ranks that share a sub-batch's sequences of one degree. work: squared tokens per rank."""
 
     degree: int
     sequences: list[int] = field(default_factory=list)

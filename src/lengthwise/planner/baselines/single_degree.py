@@ -26,7 +26,7 @@ PACKED_DP = "packed-dp"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleDegree:
-    """A step at one degree. packs: (group, sequences); group k has the ranks [k d, (k + 1) d)."""
+    """A step at one degree. packs: (group, sequences) of each pack; group k has the ranks [k d, (k + 1) d)."""
 
     degree: int
     packs: list[tuple[int, list[int]]]
@@ -59,7 +59,7 @@ def plan_packed_dp(request: PlanRequest) -> list[Microbatch]:
 
 
 def refuse_cut(tokens: Sequence[int], held_tokens: int) -> None:
-    """Raise PlanError for sequences that one rank does not hold; it says what would."""
+    """Raise PlanError for sequences that one rank does not hold, with the capacity that would hold them."""
     longest, more = max(tokens), sum(length > held_tokens for length in tokens) - 1
     if more >= 0:
         raise PlanError(
@@ -123,7 +123,7 @@ def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:
 
 
 def first_fit_packs(room: NDArray[np.int64], capacity_tokens: int) -> list[list[int]]:
-    """Put each sequence into the first pack with room, in data order; a tree holds the most room of pairs."""
+    """Put each sequence into the first pack with room, in data order; a tree keeps the most room of pairs."""
     most_packs = 2 * (int(room.sum()) // capacity_tokens) + 2  # two neighbouring packs hold more than one capacity
     leaves = 1 << (most_packs - 1).bit_length()
     most = [capacity_tokens] * (2 * leaves)  # entry k: most room in 2k and 2k + 1; entries from `leaves` on: of a pack

@@ -34,7 +34,7 @@ State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in t
 class Placement:
     """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and its makespan.
 
-    compared_seconds: what tries compare: the makespan plus the mean time at which ranks are done.
+    compared_seconds: measure of tries: the makespan plus the mean time at which ranks are done.
     """
 
     pieces: list[tuple[int, int, tuple[int, ...], int]]

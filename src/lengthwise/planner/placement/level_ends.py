@@ -28,8 +28,8 @@ Load = tuple[float, int]  # (when a rank is done, rank)
 class LocalPack(NamedTuple):
     """Sequences that `rank` computes alone, in one microbatch.
 
-    before: the number of the ring that it runs before. If None, after all rings.
-    beside: the ring whose microbatch it joins, after the ring and without overhead of its own.
+    before: number of the ring that it runs before, None for after all rings.
+    beside: ring whose microbatch it joins, after the ring and without overhead of its own, or None.
     """
 
     rank: int
@@ -50,7 +50,7 @@ class Bin:
 class Rooms:
     """The tokens that rings leave on their ranks for packs beside them; each room can be taken once.
 
-    last: last ring of each rank, -1 if none. room_tokens: one entry per ring; empty: no room.
+    last: last ring of each rank, -1 if none. room_tokens: tokens of room beside each ring; empty without room.
     """
 
     def __init__(self, last: Sequence[int], room_tokens: Sequence[int]) -> None:
@@ -105,13 +105,13 @@ def level_ends(
     """Give the rest, longest first, to the rank that ends it first; return the packs and the makespan.
 
     Args:
-        free: when each rank is done with its rings.
-        short: the sequences, in seconds of a rank of speed 1.
+        free: seconds at which each rank is done with its rings.
+        short: seconds of the sequences on a rank of speed 1.
         capacity_tokens: tokens per pack.
-        launch_seconds: of each pack that is not beside a ring, on a rank of speed 1.
+        launch_seconds: overhead of each pack that is not beside a ring, on a rank of speed 1.
         rooms: the rooms beside rings.
-        goal_seconds: a makespan that is early enough; later ones go through `level_by_swaps`.
-        speeds: of each rank (default: all 1).
+        goal_seconds: makespan that is early enough; later ones go through `level_by_swaps`.
+        speeds: relative speed of each rank (default: all 1).
     """
     left = short.left()
     ranks = [RankPacks(capacity_tokens, short.lengths[left[-1]] if left else 0) for _ in free]
@@ -208,7 +208,7 @@ class RankPacks:
         self._capacity_tokens, self._shortest = capacity_tokens, shortest
 
     def open(self, room_tokens: int, beside: int | None = None) -> None:
-        """Open a pack; `beside`: in the microbatch of this ring, within what the ring leaves of the capacity."""
+        """Open a pack. beside: ring whose microbatch it joins, within the capacity that the ring leaves."""
         if room_tokens >= self._shortest:
             self.packs.append(Bin([], room_tokens, beside=beside))
             self._open.append(self.packs[-1])
@@ -255,9 +255,9 @@ def level_by_swaps(
     """Exchange sequences until the makespan is within `goal_seconds`, none helps, or `most_swaps` were made.
 
     Args:
-        loads: when each rank is done.
-        bins: of each rank, its packs; changed in place.
-        lengths, seconds: of the sequences, by the bins' indices.
+        loads: seconds at which each rank is done.
+        bins: packs of each rank, changed in place.
+        lengths, seconds: tokens and seconds of the sequences, by the bins' indices.
 
     Returns:
         The makespan.

@@ -60,7 +60,7 @@ class Gaps:
 class PlacedRings:
     """Rings on the line, in the order of their starts, an order that every rank can run.
 
-    free: when each rank is done, in seconds. last: the number of its last ring, -1 if none.
+    free: seconds at which each rank is done. last: number of its last ring, -1 if none.
     """
 
     rings: list[Ring]
@@ -82,7 +82,7 @@ class PlacedRings:
 
 
 class RankLine:
-    """The line of ranks while rings are placed: when each rank is free, and where neighbours wait."""
+    """The line of ranks while rings are placed: when each rank is free, and the holes where neighbours wait."""
 
     def __init__(self, ranks: int) -> None:
         self.free = np.zeros(ranks)
@@ -121,7 +121,7 @@ class RankLine:
         return True
 
     def placed(self) -> PlacedRings:
-        """Return the rings in the order of their starts, and the waiting that is left."""
+        """Return the rings in the order of their starts, with the remaining gaps."""
         rings = sorted(self.rings, key=lambda ring: (ring.start_seconds, ring.first))
         widths = np.array([ring.degree for ring in rings], dtype=np.int64)
         numbers = np.repeat(np.arange(len(rings)), widths)
@@ -166,9 +166,9 @@ def place_rings(
 
     Args:
         rings: widest first.
-        ranks: of the line.
-        backfilled: whether to use holes that wider rings left.
-        extra_seconds: for a sequence and a degree, how much longer than `seconds` each place takes.
+        ranks: number of ranks of the line.
+        backfilled: True to use holes that wider rings left.
+        extra_seconds: function of sequence and degree that returns the seconds of each place beyond `seconds`.
     """
     line = RankLine(ranks)
     place = 0
@@ -194,7 +194,7 @@ def _sweep(
     extra: Extras | None,
     extra_seconds: Callable[[int, int], Extras | None],
 ) -> int:
-    """Place rings of one degree side by side, as far as one look at the line decides; return how many.
+    """Place rings of one degree side by side, as far as one look at the line decides; return their number.
 
     Places are ordered by what they add to the first of these rings, `extra`.
     """
@@ -240,6 +240,6 @@ def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, 
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return when each interval of `degree` ranks is free, and the summed waiting of its ranks until then."""
+    """Return the time at which each interval of `degree` ranks is free, and the summed waiting of its ranks."""
     starts = window_max(free, degree)
     return starts, degree * starts - window_sum(free, degree)

@@ -30,7 +30,7 @@ class ShortSequences:
         self._alive = list(range(len(sequences) + 1)) if alive is None else alive
 
     def fill(self, tokens: int, seconds: float) -> tuple[list[int], int, float]:
-        """Take the longest within both limits, repeatedly; return the indices, and what is left of the limits."""
+        """Take the longest within both limits, repeatedly; return the indices, and the rest of the limits."""
         lengths, times, most, alive = self.lengths, self.seconds, self._most_seconds, self._alive
         taken: list[int] = []
         place = len(lengths)

@@ -18,7 +18,7 @@ from lengthwise.planner.problem.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moldable:
-    """A sequence to cut over `degree` to `most` ranks. seconds: over `degree`, launch left out."""
+    """A sequence to cut over `degree` to `most` ranks. seconds: time over `degree` ranks, without launch."""
 
     sequence: int
     length: int
@@ -38,7 +38,7 @@ class Skyline:
         self._heap = [(0.0, 0)]
 
     def lowest(self) -> tuple[int, int, float]:
-        """Return the stretch that is free earliest, the first of equal ones, as (first, end, when)."""
+        """Return the stretch that is free earliest, the first of equal ones, as (first, end, seconds)."""
         while True:
             height, first = self._heap[0]
             if self.height.get(first) == height:
@@ -46,12 +46,12 @@ class Skyline:
             heapq.heappop(self._heap)
 
     def neighbours(self, first: int, end: int) -> tuple[float, float]:
-        """Return when the left and right neighbours of a stretch are free; infinity beyond the line."""
+        """Return the times at which the left and right neighbours of a stretch are free; infinity beyond the line."""
         left = self.height[self.first[first]] if first > 0 else float("inf")
         return left, self.height[end] if end < self.ranks else float("inf")
 
     def put(self, first: int, end: int, height: float) -> None:
-        """Set when one end of a stretch is free, and join it with neighbours that are free at the same time."""
+        """Set the time at which one end of a stretch is free, and join it with neighbours free at the same time."""
         begin = first if first in self.height else self.first[end]
         stop, old = self.end[begin], self.height[begin]
         self._remove(begin)

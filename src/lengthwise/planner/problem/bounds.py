@@ -39,10 +39,10 @@ def bound_seconds(
         tokens: lengths of the sequences.
         cluster: ranks and capacity; no offload.
         cost: the costs that the plan is scored with.
-        lone_rings: every ring holds one sequence, over at least s / capacity ranks.
-        shared_launches: such a ring may share its microbatch, with no rank above the capacity.
-        whole_launches: also count launches as whole numbers on each rank, if rings hold one sequence.
-        speeds: of each rank (default: all 1).
+        lone_rings: True if every ring holds one sequence, over at least s / capacity ranks.
+        shared_launches: True if such a ring may share its microbatch, with no rank above the capacity.
+        whole_launches: True to count launches also as whole numbers on each rank, if rings hold one sequence.
+        speeds: relative speed of each rank (default: all 1).
 
     Raises:
         PlanError: a sequence that the cluster cannot hold.
@@ -78,7 +78,7 @@ def least_makespan(
     shared_launches: bool = False,
     cut: LayerCut = UNCUT,
 ) -> float:
-    """Return `bound_seconds` for checked lengths; `cost` is that of the mean speed of `topology`."""
+    """Return `bound_seconds` for checked lengths. cost: costs at the mean speed of `topology`."""
     lengths, counts = np.unique(tokens, return_counts=True)
     ranks, capacity = cluster.ranks, cluster.capacity_tokens
     launch_tokens = capacity if shared_launches else None

@@ -23,7 +23,7 @@ Whole = NDArray[np.int64]
 
 
 class RingPrices(Protocol):
-    """The costs of rings that the search for degrees reads: `Cost`, or `CostAtSpeed`."""
+    """Costs of rings for the search of degrees: `Cost` or `CostAtSpeed`."""
 
     @property
     def fixed_seconds(self) -> float:
@@ -43,7 +43,7 @@ class RingPrices(Protocol):
 class DegreeTable:
     """Seconds of sequences, launch included, over a grid of degrees in [least, most].
 
-    only: the degrees to choose from, ascending (default: all).
+    only: degrees to choose from, ascending (default: all).
     launch_tokens: tokens that a shared launch carries; a sequence then pays its share of launches, if that is less.
     """
 
@@ -192,7 +192,7 @@ def hidden_degrees(cost: Cost, lengths: Whole, cluster: Cluster) -> Whole:
 
 
 def useful_degrees(cost: Cost, ranks: int) -> Whole | None:
-    """Return the degrees worth trying if heads are split, or None if all are."""
+    """Return the degrees worth a try with split heads, or None for all."""
     if not cost.choices.splits_heads:
         return None
     node = cost.ranks_per_node

@@ -30,7 +30,7 @@ from lengthwise.planner.problem.topology import Extras, Topology
 
 @dataclass(frozen=True, kw_only=True)  # without slots, for what is computed once
 class PlanRequest:
-    """One step to plan. context_tokens: sizes a fixed mesh (default: the longest sequence).
+    """One step to plan. context_tokens: context of a fixed mesh (default: the longest sequence).
 
     If ranks have unequal speeds, `cost` is that of the mean speed, and `speeds` are relative to it, along the line.
     Each rank is a pipeline of `stages` stages with `virtual` chunks of layers each.
@@ -52,7 +52,7 @@ class PlanRequest:
 
     @property
     def priced_stages(self) -> int:
-        """The stages that the plan is scored with: in mode `free` those of the costs, too."""
+        """The stages of the plan's score: in mode `free` those of the costs, too."""
         return max(self.stages, self.cost.stages)
 
     @cached_property
@@ -180,7 +180,7 @@ class PlanRequest:
         return waves * float(self.cost.wave_seconds(seconds / waves, self.cost.choices.recompute))
 
     def _with_longest_seconds(self, held_tokens: int) -> float:
-        """Bound what waves compute by the wave of the longest sequence, overhead left out.
+        """Bound the work of waves by the wave of the longest sequence, without overhead.
 
         It lasts as long as this sequence at its fastest degree; other work in it is limited by the tokens that fit.
         """
@@ -194,7 +194,7 @@ class PlanRequest:
 
     @cached_property
     def packed_bound_seconds(self) -> float:
-        """A time that plans with cut packs hardly beat; the other bounds do not hold for them."""
+        """Seconds that plans with cut packs hardly beat; the other bounds do not hold for them."""
         if self.cost.fixed_seconds == 0:
             return self.bound_seconds
         return max(self.least_seconds(lone_rings=False), self._launches_seconds)

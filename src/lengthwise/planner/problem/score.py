@@ -23,8 +23,8 @@ from lengthwise.program.stage_clocks import stage_clocks
 class Score:
     """The time of one step under given costs.
 
-    makespan_seconds: when the last rank is done.
-    busy_seconds: seconds that each rank works, waiting left out.
+    makespan_seconds: seconds until the last rank is done.
+    busy_seconds: seconds of each rank's work, without waits.
     ring_tokens: tokens of sequences that are cut over more than one rank.
     num_tokens: all tokens of the step.
     """
@@ -54,9 +54,9 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
     messages: m microbatches of t each end after t m + t (p - 1) / v.
 
     Args:
-        plan: of any planner.
+        plan: a plan of any planner.
         cost: the costs of work.
-        speeds: of each rank (default: those of the plan's notes, else 1); a piece is as slow as its slowest rank.
+        speeds: relative speed of each rank (default: the plan's notes, else 1); a piece is as slow as its slowest rank.
 
     Raises:
         PlanError: a feature that these costs do not price.
@@ -87,7 +87,7 @@ def score(plan: Plan, cost: Cost, *, speeds: Sequence[float] | None = None) -> S
 
 
 def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], cut: LayerCut, cost: Cost) -> float:
-    """Run microbatches, as seconds of each of their ranks, through the stages; return when the last ends."""
+    """Run microbatches, as seconds of each of their ranks, through the stages; return the end of the last."""
     counts = [len(total) for total in totals]
     forward = np.repeat([cost.forward_share(_recompute(microbatch, cost)) for microbatch in plan.microbatches], counts)
     seconds = np.array([each for total in totals for each in total.values()])
@@ -96,7 +96,7 @@ def _pipelined_seconds(plan: Plan, totals: Sequence[Mapping[int, float]], cut: L
 
 
 def _rank_seconds(plan: Plan, cost: Cost, speeds: Sequence[float] | None) -> Iterator[dict[int, float]]:
-    """Yield how long each microbatch keeps each of its ranks busy, overhead included."""
+    """Yield the seconds that each microbatch keeps each of its ranks busy, with overhead."""
     costs = {kind: cost.recomputing(kind) for kind in {microbatch.recompute for microbatch in plan.microbatches}}
     pricing = dict.fromkeys(costs, cost) if _reads_choices(cost) else costs  # the former get each microbatch's kind
     placed = [(microbatch, piece) for microbatch in plan.microbatches for piece in microbatch.pieces]
@@ -145,7 +145,7 @@ def _seconds_at(
 
 
 def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[np.int64], cost: Cost) -> list[float]:
-    """Return how long each piece keeps its ranks busy, without overhead; `tokens`: all lengths of the step."""
+    """Return the seconds that each piece keeps its ranks busy, without overhead. tokens: all lengths of the step."""
     counts = np.array([len(piece.sequences) for _, piece in placed], dtype=np.int64)
     degrees = np.array([len(piece.ranks) for _, piece in placed], dtype=np.int64)
     inside = tokens[[i for _, piece in placed for i in piece.sequences]]
@@ -180,7 +180,7 @@ def _reads_choices(cost: Cost) -> bool:
 
 
 def _recompute(microbatch: Microbatch, cost: Cost) -> str:
-    """Return the kind to price; a draft does not state it yet, so the costs do."""
+    """Return the kind to price: the costs', as long as a draft does not state it."""
     return cost.choices.recompute if microbatch.recompute == "none" else microbatch.recompute
 
 

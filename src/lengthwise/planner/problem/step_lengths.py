@@ -43,7 +43,7 @@ def least_degrees_held(lengths: NDArray[np.int64], capacity_tokens: int) -> NDAr
 
 
 def refuse_unheld(tokens: Sequence[int], cluster: Cluster) -> None:
-    """Raise PlanError for sequences that no degree can hold; it says what would hold them."""
+    """Raise PlanError for sequences that no degree can hold, with the settings that would hold them."""
     if max(tokens) <= cluster.longest_tokens:
         return
     unheld = [i for i, length in enumerate(tokens) if length > cluster.longest_tokens]

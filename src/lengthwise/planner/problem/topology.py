@@ -33,7 +33,7 @@ Floats = NDArray[np.float64]
 class RingPlaces(NamedTuple):
     """All places of rings of one degree; one entry per first rank.
 
-    crosses: whether such a ring crosses a border of nodes that it could avoid.
+    crosses: True where such a ring crosses a border of nodes that it could avoid.
     slowest, mean, fastest: relative speeds of its ranks.
     """
 
@@ -49,7 +49,7 @@ class RingPlaces(NamedTuple):
 
 
 class Extras:
-    """What each first rank adds to a ring. `find`: for some places, (seconds, seconds plus what fast ranks lose)."""
+    """Seconds that each first rank adds to a ring. find: returns (seconds, seconds with fast ranks' loss)."""
 
     def __init__(self, find: Callable[[slice], tuple[Floats, Floats]]) -> None:
         self._find = find
@@ -74,9 +74,9 @@ class Extras:
 
 
 class CostAtSpeed:
-    """Prices of rings, each at its own relative speed and times its own weight.
+    """Prices of rings, each at its own relative speed, times its own weight.
 
-    choose: returns speed and weight for the share of the ranks' capacity that a sequence takes, 0 to 1, and a degree.
+    choose: function that returns speed and weight for a sequence's share of the ranks' capacity, 0 to 1, and a degree.
     """
 
     def __init__(self, cost: Cost, choose: Callable[[float, int], tuple[float, float]], capacity_tokens: int) -> None:
@@ -109,12 +109,12 @@ class CostAtSpeed:
 
 
 class Topology:
-    """What the places of the line add to the seconds that `cost` gives a ring, its launch included.
+    """Seconds that the places of the line add to those of a ring by `cost`, with its launch.
 
     Args:
-        cost: of a rank of speed 1.
-        ranks: of the line.
-        speeds: of each rank, with mean 1; None if all are equal.
+        cost: costs of a rank of speed 1.
+        ranks: number of ranks of the line.
+        speeds: relative speed of each rank, with mean 1; None if all are equal.
         capacity_tokens: tokens per rank; shares stay within it.
     """
 
@@ -155,7 +155,7 @@ class Topology:
         self._known.update(zip(keys, values, strict=True))
 
     def extra_seconds(self, length: int, degree: int) -> Extras | None:
-        """Return how much longer than the costs say a ring takes at each first rank; None if nowhere."""
+        """Return the seconds of a ring at each first rank beyond the costs; None if there are none."""
         if self.is_level or degree < 2 or (self.speeds is None and degree > self._widest):
             return None
         key = length, degree
@@ -240,7 +240,7 @@ class Topology:
         return CostAtSpeed(self._costs[0], speed_and_weight, self._capacity)
 
     def _least_lost(self, length: float, degree: int) -> float:
-        """Return how many times its work a ring of this degree or more occupies its ranks; 1 if none waits."""
+        """Return the time that rings of this degree or more occupy ranks, over their work; 1 without waits."""
         if self.ranks > _LOOKED_AT or self._all_speeds(length, self.ranks)[0] > 1 - NEARLY:
             return 1.0
         some = range(max(degree, math.ceil(length / (self._capacity + _ALLOWED))), self.ranks + 1)

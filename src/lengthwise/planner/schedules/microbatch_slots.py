@@ -23,7 +23,7 @@ Whole = NDArray[np.int64]
 
 
 class Bundle(NamedTuple):
-    """Rings over the same ranks in one microbatch. held_tokens: per rank. seconds: of all of them together."""
+    """Rings over the same ranks in one microbatch. held_tokens: tokens per rank. seconds: seconds of all rings."""
 
     sequences: tuple[int, ...]
     degree: int
@@ -39,7 +39,7 @@ def bundle_rings(
     Args:
         rings: (sequence, its tokens, degree, seconds), widest first.
         capacity_tokens: tokens of a rank in a microbatch.
-        most_seconds: of a bundle; a longer ring is alone.
+        most_seconds: limit of a bundle; a longer ring is alone.
     """
     bundles = [Bundle((), 0, 0, 0.0)]
     for sequence, tokens, degree, seconds in rings:
@@ -53,7 +53,7 @@ def bundle_rings(
 
 
 class MicrobatchSlots:
-    """Ranks x slots. weights: how full each slot should be, 0 to 1.
+    """Ranks x slots. weights: share of each slot to fill, 0 to 1.
 
     At [rank, slot]: `taken`, seconds of rings; `rooms`, tokens that rings leave; `local`, seconds of local sequences.
     `is_first`, at [slot, rank]: False if a rank shares the microbatch of the rank before it.

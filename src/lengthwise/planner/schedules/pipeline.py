@@ -96,7 +96,7 @@ def _profiles(fewest: int, cut: LayerCut) -> Iterator[Floats]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PlacedProfile:
-    """A profile with its rings placed, and when it ends, local sequences spread evenly or filled in."""
+    """A profile with placed rings, and its end with local sequences spread evenly or filled in."""
 
     slots: MicrobatchSlots
     targets: Floats  # seconds of local sequences at [rank, slot]
@@ -120,7 +120,7 @@ class _Slots:
         self._known: dict[float, tuple[Whole, Floats, float]] = {}
 
     def ideal_seconds(self, profiles: Sequence[Floats]) -> Floats:
-        """Return when each profile would end with even slots; longer sequences take middle slots of their own."""
+        """Return the end of each profile with even slots; longer sequences take middle slots of their own."""
         rows = [self._ideal_slots(profile) for profile in profiles]
         seconds = np.zeros((max(map(len, rows)), len(rows)))
         for number, row in enumerate(rows):

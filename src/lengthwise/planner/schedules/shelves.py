@@ -30,9 +30,10 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shelves:
-    """Rings as (sequence, first rank, degree, seconds) in plan order, and when each rank's last ring is done.
+    """Rings as (sequence, first rank, degree, seconds) in plan order, and the end of each rank's last ring.
 
-    limit_seconds: on the clocks of placement, rather early. end_seconds: with all stages, local work spread evenly.
+    limit_seconds: limit on the clocks of placement, rather early. end_seconds: end with all stages, local work spread
+    evenly.
     """
 
     degrees: NDArray[np.int64]
@@ -100,14 +101,14 @@ class _Local:
         self.all_seconds = float(self.seconds.sum()) + self.all_slots * cost.fixed_seconds
 
     def slots(self, seconds: Floats) -> Floats:
-        """Return how many full slots these seconds take; if nothing costs time, an even share of all."""
+        """Return the number of full slots in these seconds; if nothing costs time, an even share of all."""
         if self.all_seconds:
             return seconds * (self.all_slots / self.all_seconds)
         return seconds + self.all_slots / len(seconds)
 
 
 class Shelving:
-    """Places sequences at chosen degrees. counts_filling: filling new ranks counts as lost time."""
+    """Places sequences at chosen degrees. counts_filling: True if filling new ranks counts as lost time."""
 
     def __init__(self, request: PlanRequest, degrees: NDArray[np.int64], *, counts_filling: bool) -> None:
         self._request, self._degrees = request, degrees

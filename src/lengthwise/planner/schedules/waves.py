@@ -39,10 +39,10 @@ _SHORTEST = 0.2  # the shortest duration tried, as a share of an even wave
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wave:
-    """One wave: pieces as (first rank, degree, indices), what it leaves, and shares of the ranks' time.
+    """One wave: pieces as (first rank, degree, indices), the sequences left, and shares of the ranks' time.
 
-    seconds: gathers included. useful: share spent on work, counting the additional waves it causes. level: share
-    without launch and gathers, 0 if it causes additional waves.
+    seconds: seconds of the wave, with gathers. useful: share spent on work, counting the additional waves it causes.
+    level: share without launch and gathers, 0 if it causes additional waves.
     """
 
     pieces: list[tuple[int, int, list[int]]]
@@ -74,7 +74,7 @@ def _total(waves: list[Wave]) -> float:
 
 
 def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
-    """Yield what to try: (patience, seconds of the first wave, or None for whatever loses least)."""
+    """Yield the ways to try: (patience, seconds of the first wave, or None for the least loss)."""
     yield _PATIENCE[0], None
     beginnings = builder.beginnings()
     yield from ((_PATIENCE[0], seconds) for seconds in beginnings)
@@ -85,7 +85,7 @@ def _ways(builder: _Builder) -> Iterator[tuple[float, float | None]]:
 def _waves(builder: _Builder, patience: float, beginning: float | None, least: float) -> list[Wave]:
     """Build wave after wave: the longest of those that lose at most `patience` more than the best.
 
-    least: seconds of the best waves so far; return [] if these take as long, at least by the arithmetic left.
+    least: seconds of the best waves so far; return [] if these take as long by the arithmetic left.
     """
     waves, took = list[Wave](), 0.0
     while len(builder.order):
@@ -109,7 +109,7 @@ def _best_wave(tried: list[Wave], patience: float) -> Wave:
 
 
 class _Builder:
-    """Builds waves of what is left; arrays are of its sequences, shortest first, indices are into them."""
+    """Builds waves of the sequences left; arrays list them, shortest first, and indices are into them."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Builder:
         return float(self.cost.wave_seconds(seconds, self.cost.choices.recompute))
 
     def beginnings(self) -> list[float]:
-        """List durations of the first wave: what the longest sequence needs, or an even share with one more wave."""
+        """List durations of the first wave: the longest sequence's, or an even share with one more wave."""
         longest = len(self.order) - 1
         degrees = np.arange(int(self.least[longest]), self.ranks + 1)
         seconds = self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[longest]), degrees).min()

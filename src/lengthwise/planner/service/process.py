@@ -36,7 +36,7 @@ _Request: TypeAlias = tuple[StepPlanning, tuple[int, ...], SharedPrefixes | None
 class PlannerProcess:
     """Makes plans in its own process, one at a time, for any thread. Starts at once; ends with its context.
 
-    forks: this process is ours, and may be forked while it has one thread only.
+    forks: True if this process is ours, and may be forked while it has one thread only.
     """
 
     def __init__(self, *, forks: bool = False) -> None:
@@ -61,7 +61,7 @@ class PlannerProcess:
     def plan(
         self, planning: StepPlanning, lengths: Sequence[int], shared: SharedPrefixes | None = None
     ) -> tuple[str, float]:
-        """Return (checked plan file, seconds) of one step. shared: as in `StepPlanning.plan`.
+        """Return (checked plan file, seconds) of one step. shared: prefixes that it may compute once.
 
         Raises:
             LengthwiseError: planning raised it.

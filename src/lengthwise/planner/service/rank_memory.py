@@ -23,8 +23,8 @@ _DIGITS = 4  # of a ratio
 class RankMemory:
     """The memory of a rank.
 
-    budget_bytes: for microbatches, beside what is kept from step to step. leaving_bytes: of the offload store.
-    layouts: by kind of recomputation, bytes of microbatches on one rank, and in all other layouts that plans may have.
+    budget_bytes: bytes for microbatches, beside those kept from step to step. leaving_bytes: bytes of host copies in
+    flight. layouts: bytes of microbatches on one rank, and in all other layouts of plans, by kind of recomputation.
     """
 
     budget_bytes: float
@@ -38,7 +38,7 @@ class RankMemory:
     def most_tokens(self, kind: str, most: int, *, offload: float | None = 0.0) -> int:
         """Return the capacity in multiples of 128 tokens, up to the first one >= `most`; 0 if 128 do not fit.
 
-        offload: the ratio of every microbatch. If None, any ratio, by the plan file's rule.
+        offload: ratio of every microbatch, None for any ratio, by the plan file's rule.
         """
         layers = self.layouts[kind][0].layers
         held = [(ratio, kept_ratio(ratio, layers)) for ratio in (_RATIOS if offload is None else (offload,))]
@@ -55,7 +55,7 @@ class RankMemory:
         return int(self.most_tokens(kind, math.ceil(most * kept), offload=ratio) / kept)
 
     def with_offload(self, plan: Plan) -> Plan | None:
-        """Return a plan whose microbatches offload what they need, or None if one does not fit at all."""
+        """Return a plan whose microbatches offload as much as they need, or None if one does not fit at all."""
         microbatches = [self._offloaded(plan, microbatch) for microbatch in plan.microbatches]
         if None in microbatches:
             return None
@@ -78,9 +78,9 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacities:
-    """Measured tokens that a rank holds, by kind of recomputation.
+    """Measured capacities of a rank in tokens, by kind of recomputation.
 
-    plain: without offload, or with the run's own ratio. offloading: by the plan file's rule.
+    plain: capacities without offload, or with the run's own ratio. offloading: capacities by the plan file's rule.
     """
 
     plain: Mapping[str, int]

@@ -19,7 +19,7 @@ _WARM_UP_STEPS = 1  # the oldest remembered step does not count: it may be the f
 class SlowRanks:
     """Follows the speeds of ranks over measured costs, so that plans differ between runs.
 
-    speeds: of each rank, the fastest 1; None if all are alike.
+    speeds: relative speed of each rank, the fastest 1; None if all are alike.
     """
 
     speeds: tuple[float, ...] | None = None

@@ -26,9 +26,9 @@ _TRIES = 4  # capacities to plan trees with
 class StepPlanning:
     """Plans the steps of a run.
 
-    capacities: tokens that a rank's device holds in a microbatch, by the kinds of recomputation to choose from.
-    offload_ratio: of every microbatch. If None, what `options` and each microbatch need.
-    measured: the measurements behind the capacities. If None, they were given. notes: for every plan.
+    capacities: tokens that a rank's device holds in a microbatch, by kind of recomputation to choose from.
+    offload_ratio: ratio of every microbatch, None for the ratio that `options` and each microbatch need.
+    measured: measurements behind the capacities, None for given ones. notes: notes of every plan.
     """
 
     ranks: int
@@ -43,7 +43,7 @@ class StepPlanning:
         """Plan one step; `check_plan` accepts the plan.
 
         shared: prefixes that the step may compute once. It does if that saves more than 5 % of the predicted time. A
-            note says what the other plan would take, by its work alone if that rules it out.
+            note has the seconds of the other plan, by its work alone if that rules it out.
 
         Raises:
             LengthwiseError: there is no plan.
@@ -165,7 +165,8 @@ def step_planning(
 ) -> StepPlanning:
     """Return the planning of steps in a layout.
 
-    cost: with whole parameters and the optimizer on every device. offload: off, auto, or a ratio of every microbatch.
+    cost: costs with whole parameters and the optimizer on every device. offload: off, auto, or every microbatch's
+    ratio.
     choices: further fields of `PlanOptions`.
     """
     is_given = not isinstance(offload, str)
