@@ -39,9 +39,9 @@ BY_CAPABILITY = {_HOPPER: ("flash3", "cudnn", "flash2")}
 class GpuAbilities:
     """The abilities of a GPU and of the installed libraries.
 
-    capability: CUDA's (major, minor), or None if not known yet. torch_flash: whether torch has flash attention. flash3:
-    whether its package is installed, and torch can activate it. cudnn: its version, 0 without it, or None if not known
-    yet. flash_attn: version of the package flash-attn, or None.
+    capability: CUDA's (major, minor), None if not known yet. torch_flash: True if torch has flash attention. flash3:
+    True if its package is installed, and torch can activate it. cudnn: version of cuDNN, 0 without it, None if not
+    known yet. flash_attn: version of the package flash-attn, or None.
     """
 
     capability: tuple[int, int] | None
@@ -53,7 +53,7 @@ class GpuAbilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionNeeds:
-    """What a model needs of attention. windowed: a layer has a sliding window. capped: scores are capped."""
+    """A model's needs of attention. windowed: True with a sliding window. capped: True with capped scores."""
 
     dtype: torch.dtype
     head_dim: int
@@ -69,7 +69,7 @@ class AttentionNeeds:
 
 
 def order_of(capability: tuple[int, int], *, capped: bool = False) -> tuple[str, ...]:
-    """Return the implementations in the order in which `auto` tries them. capped: for capped scores."""
+    """Return the implementations in the order in which `auto` tries them. capped: True for capped scores."""
     if capped:
         return CAPPING
     return (*BY_CAPABILITY.get(capability[0], ("flash2",)), *FALLBACKS)

@@ -53,11 +53,10 @@ def choose_kernel(
     say: Callable[[str], None] | None = None,
     agree: Callable[[Faults], Faults] | None = None,
 ) -> BlockKernel:
-    """Return the fastest kernel for `device` that takes the model, or the named one.
+    """Return the fastest kernel for `device` and the model, or the named one.
 
-    say: called with the choice and its reason, and with wrong kernels that are not used. If None, wrong ones are Python
-    warnings. agree: returns the faults of all ranks, the same on all; every rank calls it. If None, this rank decides
-    alone.
+    say: callback for the choice and its reason, and for unused wrong kernels, by default Python warnings of wrong ones.
+    agree: collective that returns the faults of all ranks; without it this rank decides alone.
 
     Raises:
         ConfigError: the named kernel cannot be used here or is wrong, or every kernel is wrong.

@@ -61,8 +61,8 @@ class TorchVarlenOps:
 class FlashAttnOps:
     """Flash attention 2 of the package flash-attn, 2.8 or later: torch's has no argument for a cap.
 
-    package: its module of raw calls. If None, the first call imports it, so that the comparison at a start also finds a
-    package built for another torch.
+    package: its module of raw calls, imported by the first call, so that the comparison at a start also finds a package
+    built for another torch.
     """
 
     name = "flash attention 2 of flash-attn, varlen"

@@ -24,7 +24,7 @@ _LENGTH_MULTIPLE = 256
 
 
 class DenseOps(Protocol):
-    """Raw calls on one block without a mask; all tensors are contiguous, lse (heads, q tokens)."""
+    """Raw calls on one block without a mask. All tensors are contiguous, lse (heads, q tokens)."""
 
     name: str
 
@@ -89,7 +89,7 @@ class DenseKernel:
 
 
 class ByLengthKernel:
-    """A `PackKernel` of two: `long` computes long blocks, and long documents alone in a pack; `rest` the others."""
+    """A `PackKernel` of two. long: kernel of long blocks and documents, one a call. rest: kernel of all others."""
 
     caps_scores = False
 

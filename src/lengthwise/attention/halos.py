@@ -84,7 +84,7 @@ class _Halos(torch.autograd.Function):
 
 
 def convolve_spans(spans: LocalSpans, rows: Tensor, halo: Halo, convolve: Callable[[Tensor], Tensor]) -> Tensor:
-    """Convolve (rows, channels) causally within each sequence. convolve: does so for consecutive rows."""
+    """Convolve (rows, channels) causally within each sequence. convolve: function for consecutive rows."""
     arrived: tuple[Tensor, ...] = ()
     if halo.round.sends or halo.round.receives:
         rows, *arrived = _Halos.apply(rows, spans, halo)  # pyright: ignore[reportAssignmentType, reportGeneralTypeIssues]

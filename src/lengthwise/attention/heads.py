@@ -93,7 +93,7 @@ class HeadExchange:
         self._rounds: dict[Content, RankRound] = {}
 
     def split(self, content: Content, own: Sequence[Tensor]) -> Rows:
-        """Return the rows by range of heads. own: (tokens, heads or kv_heads, head_dim) each, queries first."""
+        """Return the rows by range of heads. own: tensors (tokens, heads or kv_heads, head_dim), queries first."""
         if not self._splits:
             return {ALL_HEADS: own}
         num_heads = [x.shape[1] for x in own]
@@ -177,7 +177,6 @@ class HeadExchange:
 
 
 def _part(own: Sequence[Tensor], tokens: slice, heads: HeadRange) -> Tensor:
-    """Return the heads of a range for some own tokens, side by side."""
     num_heads = own[0].shape[1]
     taken = [_columns(heads_taken(heads, num_heads, x.shape[1]), x.device) for x in own]
     return torch.cat([x[tokens, columns] for x, columns in zip(own, taken, strict=True)], dim=1)

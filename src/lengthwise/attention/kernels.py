@@ -17,7 +17,7 @@ from torch import Tensor
 class BlockMask:
     """The keys that the queries of a block see: fewer than `window` tokens back and, if `causal`, none ahead.
 
-    distance: the first query's position minus the first key's. Flash kernels count windows from the last query and key.
+    distance: first query's position minus the first key's. Flash kernels count windows from the last query and key.
     """
 
     def __init__(self, *, queries: int, keys: int, distance: int, causal: bool, window: int | None) -> None:
@@ -28,7 +28,7 @@ class BlockMask:
 
     @property
     def window_left(self) -> int | None:
-        """Number of keys that a query sees before its own place, counted from the ends, or None for all."""
+        """Number of keys that a query sees before its own place, counted from the ends, None for all."""
         if self._window is None:
             return None
         queries, keys = self._shape
@@ -51,8 +51,8 @@ class Block:
     """Queries, and the keys and values that they attend to.
 
     q: (q tokens, heads, head_dim), heads a multiple of kv_heads. k, v: (kv tokens, kv_heads, head_dim).
-    causal: whether queries see no later key, in a square block; otherwise they see all. mask: replaces `causal`.
-    softcap: replaces a score s by softcap x tanh(s / softcap), if given.
+    causal: True if queries of a square block see no later key; otherwise they see all. mask: in place of `causal`.
+    softcap: cap of scores, which become softcap x tanh(s / softcap); None for uncapped ones.
     """
 
     q: Tensor
@@ -94,7 +94,7 @@ class Saved:
 class BlockKernel(Protocol):
     """Attention over one block. token_multiple: multiple to which a rank's rows are rounded up outside attention.
 
-    caps_scores: whether it applies a block's `softcap`; others ignore it.
+    caps_scores: True if it applies a block's `softcap`; others ignore it.
     """
 
     name: str

@@ -24,7 +24,7 @@ _PADDING = -1
 class WholeSpans:
     """Spans of whole sequences that run together; entries are numbers of `LocalSpans.spans`.
 
-    parents: the spans that they continue, or (). are_continued: whether others continue them.
+    parents: spans that they continue, or (). are_continued: True if others continue them.
     """
 
     numbers: tuple[int, ...]
@@ -33,7 +33,7 @@ class WholeSpans:
 
 
 class Join(NamedTuple):
-    """Sequences (`targets`) that continue one (`sources`), as places in `CutPiece.low`; `turned` swaps the two."""
+    """Sequences (`targets`) that continue one (`sources`), as places in `CutPiece.low`. turned: the two swapped."""
 
     sources: slice
     targets: slice
@@ -47,8 +47,8 @@ class Join(NamedTuple):
 class CutPiece:
     """A rank's spans of one cut piece: low ones and, except on the last position, high ones.
 
-    low, high: numbers of `LocalSpans.spans`, one per sequence. joins: which sequences continue which, on position 0
-    alone, where sequences begin and end.
+    low, high: numbers of `LocalSpans.spans`, one per sequence. joins: pairs of continued and continuing sequences, on
+    position 0 only, where sequences begin and end.
     """
 
     low: tuple[int, ...]
@@ -57,7 +57,7 @@ class CutPiece:
 
 
 class LocalSpans:
-    """A rank's spans of a microbatch, which a layer computes in one go. owner: the attention whose layers run."""
+    """A rank's spans of a microbatch, which a layer computes in one go. owner: attention whose layers run."""
 
     def __init__(self, program: MicrobatchProgram, transport: Transport, num_rows: int, owner: Recomputed) -> None:
         self.program, self.transport, self._owner = program, transport, owner
@@ -106,7 +106,7 @@ class LocalSpans:
         }
 
     def _joins(self, low: Sequence[int]) -> Iterator[Join]:
-        """Yield the joins of sequences: every one is joined to what it continues before others are joined to it."""
+        """Yield joins in dependency order: a sequence's own before those of its continuations."""
         if not self.program.parents or self.spans[low[0]].position:
             return
         place_of, runs = {number: place for place, number in enumerate(low)}, [list[range]() for _ in low]
@@ -142,7 +142,7 @@ class LocalSpans:
     def exchange(
         self, each: RankRound, message: Callable[[Transfer], Tensor], buffer: Callable[[Transfer], Tensor]
     ) -> list[Tensor]:
-        """Post one grouped call, if there is something to send or receive; return the received tensors."""
+        """Post one grouped call, if there are messages; return the received tensors."""
         arriving = [buffer(receive) for receive in each.receives]
         sends = [(message(send).contiguous(), send.target) for send in each.sends]
         receives = [(into, receive.source) for into, receive in zip(arriving, each.receives, strict=True)]

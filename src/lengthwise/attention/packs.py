@@ -31,11 +31,11 @@ _TILES_OF_A_CALL = 1000
 class Pack:
     """Documents of one call, side by side; each attends to itself, causally.
 
-    rows: their place among the rank's rows.
+    rows: place of the documents among the rank's rows.
     cu_seqlens: (documents + 1,) int32 on the device: starts of the documents in `rows`, and the end of the last.
-    max_seqlen: tokens of the longest.
-    window: if given, a query sees itself and the window - 1 tokens before it.
-    padding: rows of the last document if it is padding, else 0.
+    max_seqlen: tokens of the longest document.
+    window: tokens that a query sees, itself included; None for all before it.
+    padding: number of rows of the last document if it is padding, else 0.
     """
 
     rows: slice
@@ -51,7 +51,7 @@ class PackKernel(BlockKernel, Protocol):
 
     @property
     def alone_from(self) -> int | None:
-        """Tokens from which a document without a cutting window is faster alone. If None, empty tiles decide."""
+        """Tokens from which a document without a cutting window is faster alone; None if empty tiles decide."""
         ...
 
     def forward_pack(self, block: Block, pack: Pack) -> tuple[Tensor, Tensor]:
@@ -111,7 +111,7 @@ def pack_documents(
 def runs_of(lengths: Sequence[int], alone: range = range(0)) -> list[range]:
     """Group documents, by number, into runs of neighbours with the least cost of calls and empty tiles.
 
-    alone: documents of these lengths are runs of their own.
+    alone: lengths of documents that are runs of their own.
     """
     runs: list[range] = []
     for is_alone, group in groupby(range(len(lengths)), key=lambda number: lengths[number] in alone):

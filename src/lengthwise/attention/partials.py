@@ -94,7 +94,7 @@ class PartialGradients:
             total[pack.rows] = part
 
     def take(self, task: BlockTask, grads: Gradients, into: Tensor) -> None:
-        """Take the gradients of a block. into: (2, tokens, kv_heads, head_dim), for the shard of its keys."""
+        """Add the gradients of a block. into: sums (2, tokens, kv_heads, head_dim) of the shard of its keys."""
         rows, cols = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
         dq, *dkv = grads
         if task.causal:
@@ -108,7 +108,7 @@ class PartialGradients:
                 total[cols] += part
 
     def done(self, *, widely: bool) -> Gradients:
-        """Return (dq, dk, dv) in the dtypes of q, k and v, or if `widely` in the dtypes of sums."""
+        """Return (dq, dk, dv) in the dtypes of q, k and v, or in those of sums if `widely`."""
         block = self._block
         dtypes = (block.q.dtype, block.k.dtype, block.v.dtype)
         dq, dk, dv = map(Tensor.to, self._found, map(wide, dtypes) if widely else dtypes)

@@ -36,8 +36,8 @@ Arriving = list[tuple[Content, Shard, Tensor]]
 class PlannedAttention:
     """One rank's part in a microbatch's attention, for all layers and passes.
 
-    rows_beyond: least number of padding rows. layers_passed: number of the model's layers that mix tokens and that
-    other stages or chunks run.
+    rows_beyond: least number of padding rows. layers_passed: number of layers that mix tokens, of other stages or
+    chunks.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class PlannedAttention:
         window: int | None = None,
         sinks: Tensor | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """Return (dq, dk, dv, gradient of sinks) of this rank's tokens. attended: from `forward`."""
+        """Return (dq, dk, dv, gradient of sinks) of this rank's tokens. attended: results of `forward`."""
         rows, windowed = grad_out.shape[0], window is not None
         _, ring = self._steps_of(window, grad_out.device, rows)
         split = self._heads.split(Content.GRAD_OUT, (grad_out,))
@@ -345,9 +345,9 @@ def planned_attention(
     """Attend causally within each sequence of a microbatch, across ranks; return (tokens, heads, head_dim).
 
     q is (tokens, heads, head_dim), k and v (tokens, kv_heads, head_dim): this rank's tokens in the order of
-    `MicrobatchProgram.segments`, then padding. window: a query sees itself and the window - 1 tokens before it. sinks:
-    (heads,), logits that take weight without a value. softcap: replaces a score s by softcap x tanh(s / softcap); the
-    kernel must support it.
+    `MicrobatchProgram.segments`, then padding. window: tokens that a query sees, itself included. sinks: logits
+    (heads,) with weight but no value. softcap: cap of scores, which become softcap x tanh(s / softcap); the kernel must
+    support it.
     """
     planned.count_layer()
     return _Attention.apply(q, k, v, sinks, (planned, scale, window, softcap))  # a tuple, because arguments cost calls

@@ -69,7 +69,7 @@ class Case:
 
 
 def fault_of(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -> str | None:
-    """Return a description of the kernel's errors on `device`, or None. May run out of memory."""
+    """Describe the kernel's errors on `device`; return None without any. May run out of memory."""
     for case in cases_of(kernel, needs, device):
         try:
             # The caller's torch modes are for the model: one turns fp32 to fp64, others count or record.
@@ -155,7 +155,7 @@ def _compared(kernel: BlockKernel, case: Case, needs: AttentionNeeds, device: to
 
 
 def differences(name: str, found: Tensor, wanted: Tensor, kept: Tolerance) -> list[str]:
-    """Return a description of a tensor's difference, in fp64, from the expected one, if it is more than `kept`."""
+    """Describe a tensor's difference, in fp64, from the expected one, if it is more than `kept`."""
     if name == "lse":
         off = float((found - wanted).abs().max())
         return [] if off <= kept.lse else [f"lse is off by {off:.2g}, but {kept.lse:g} is allowed"]
@@ -190,7 +190,7 @@ def _found(kernel: BlockKernel, block: Block, grad_out: Tensor, saved: Saved, ca
 
 
 def _operands(case: Case, needs: AttentionNeeds, device: torch.device) -> tuple[Tensor, ...]:
-    """Return q, k, v, the gradient of out, and logits (heads,) of keys elsewhere; the same on all ranks."""
+    """Draw q, k, v, the gradient of out, and logits (heads,) of keys elsewhere, the same on all ranks."""
     random = torch.Generator().manual_seed(case.queries + case.keys)
     kv_heads = 1 if case.queries > _ROWS_AT_ONCE else min(2, needs.kv_heads)
     heads = kv_heads * (needs.heads // needs.kv_heads)

@@ -25,7 +25,7 @@ Kept = tuple[Tensor, Mapping[HeadRange, Tensor]]
 class ActivationPolicy:
     """The activations of a microbatch that are kept for backward, by its plan.
 
-    recompute: `none`, `layer` or `all_but_attention`. saver: offloads the plan's share, or None without offloading.
+    recompute: `none`, `layer` or `all_but_attention`. saver: saver of the plan's offloaded share, None without.
     """
 
     recompute: str = "none"

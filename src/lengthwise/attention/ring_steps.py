@@ -15,7 +15,7 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingStep:
-    """One ring step on one rank. last_used: shards that no later step needs. packs: replace the diagonal tasks."""
+    """One ring step on one rank. last_used: shards for no later step. packs: packs in place of diagonal tasks."""
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
@@ -28,8 +28,8 @@ class RingStep:
 class RingPass:
     """A rank's ring steps of one pass.
 
-    used: shards that blocks or transfers need. summed: ranges of heads with blocks or transfers; gradients of other
-    ranges come from packs alone. merged: ranges with blocks off the diagonal, whose results are merged.
+    used: shards for blocks or transfers. summed: ranges of heads with blocks or transfers; gradients of other ranges
+    come from packs alone. merged: ranges with blocks off the diagonal, whose results are merged.
     """
 
     steps: tuple[RingStep, ...]
@@ -43,8 +43,8 @@ def ring_steps_of(
 ) -> tuple[RingPass, RingPass]:
     """Return a rank's (forward, backward) ring steps.
 
-    packing: `pack_documents` with the kernel's and device's arguments, or None if the kernel takes no packs. padding:
-    rows after the tokens, which packs take as a document. Steps without work stay, for the order.
+    packing: `pack_documents` with the kernel's and device's arguments, None if the kernel takes no packs. padding: rows
+    after the tokens, a document of packs. Steps without work stay, for the order.
     """
     tasks = [program.tasks(rank, number) for number in range(program.ring_steps)]
     packs: dict[HeadRange, tuple[Pack, ...]] = {}

@@ -25,7 +25,7 @@ from lengthwise.program import Content, Transfer
 
 
 class Map(NamedTuple):
-    """S -> a S + b of some sequences; `a` is a matrix on the left of S (is_matrix), or a factor of all its entries."""
+    """S -> a S + b of some sequences. a: matrix on the left of S (is_matrix), or a factor of all its entries."""
 
     a: Tensor
     b: Tensor
@@ -54,7 +54,7 @@ class Map(NamedTuple):
         return Map(a.view(self.a.shape), b.view(self.b.shape), self.is_matrix)
 
     def transposed(self, b: Tensor) -> Map:
-        """Return the map of gradients in backward. b: the gradient added on the way."""
+        """Return the map of gradients in backward. b: gradient added on the way."""
         return Map(self.a.mT if self.is_matrix else self.a, b, self.is_matrix)
 
     def grad_of_a(self, grad: Tensor, state: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class Opened(NamedTuple):
 
 
 class Scan(Protocol):
-    """One layer's scan over tokens. lengths: tokens of the spans that lie side by side in `tokens`."""
+    """One layer's scan over tokens. lengths: tokens of the spans, side by side in `tokens`."""
 
     is_matrix: bool
 
@@ -89,7 +89,7 @@ class Scan(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Return the outputs (1, rows, ...) of whole sequences and, if asked for, the states after them.
 
-        before: the states before them, (sequences, heads, ...) like those after them. If None, zeros.
+        before: states before them, (sequences, heads, ...) like those after them; zeros by default.
         """
         ...
 
@@ -105,7 +105,7 @@ class Scan(Protocol):
 class _PieceInSweep:
     """One piece in a sweep: the state before its first span in reading order, and the map between its two spans.
 
-    joins: as in `CutPiece`, in reading order.
+    joins: joins of `CutPiece`, in reading order.
     """
 
     def __init__(self, maps: Sequence[Map], joins: Sequence[Join]) -> None:
@@ -145,7 +145,7 @@ class _PieceInSweep:
 def sweep(
     spans: LocalSpans, maps: Mapping[int, Sequence[Map]], joins: Mapping[int, Sequence[Join]]
 ) -> list[list[Tensor]]:
-    """Return the states before the spans of each piece. maps, joins: of its spans and sequences, in reading order."""
+    """Return the states before each piece's spans. maps, joins: those of its spans and sequences, in reading order."""
     places = {piece: _PieceInSweep(each, joins[piece]) for piece, each in maps.items()}
 
     def message(t: Transfer) -> Tensor:
@@ -204,7 +204,7 @@ def _by_piece(spans: LocalSpans, maps: Iterator[Map]) -> dict[int, list[Map]]:
 def scan_spans(spans: LocalSpans, tokens: Mapping[str, Tensor], scan: Scan) -> Tensor:
     """Run a scan over this rank's tokens, each sequence from the first token of its text, on any rank.
 
-    tokens: the scan's inputs, (1, rows, ...). Returns (1, rows, ...).
+    tokens: inputs of the scan, (1, rows, ...). Returns (1, rows, ...).
     """
     lengths = spans.lengths
     parts = {name: x.split(lengths, dim=1) for name, x in tokens.items()}

@@ -27,7 +27,7 @@ _ALIGNMENT_BYTES = 16
 class Documents:
     """Borders of documents among queries and keys, and the keys that a query sees in its document.
 
-    window_left: number of keys before the query's own place, counted from the ends, or None for all. causal: whether it
+    window_left: number of keys before the query's own place, counted from the ends, None for all. causal: True if it
     sees no later key.
     """
 

@@ -73,7 +73,6 @@ def layer_inputs(config: Mapping[str, Any], layers: int, hidden: int) -> dict[st
 
 
 def _latent(config: Mapping[str, Any], hidden: int, heads: int) -> int:
-    """Return the parameters of multi-head latent attention in a layer."""
     rope, nope, latent = (int(config[key]) for key in ("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank"))
     values, queries = int(config.get("v_head_dim") or nope), config.get("q_lora_rank")
     of_queries = heads * (rope + nope)

@@ -81,8 +81,7 @@ class StepMemory(ModelLayout):
     """The facts beside its tokens that determine the bytes of a step; `cost.capacity.memory_of` makes it.
 
     dtype_bytes: bytes of a parameter. logits_at_once: logits per loss chunk, None for all. fused_norms: True if norms
-    save input and result in the model's dtype, as fused kernels do; Hugging Face's save the input in fp32 and the
-    normed values.
+    save input and result in the model's dtype, as fused kernels do; else the input in fp32 and normed values.
     """
 
     shape: ModelShape

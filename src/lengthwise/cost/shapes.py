@@ -197,7 +197,6 @@ def _first_of(config: Mapping[str, Any], label: str, *keys: str, default: int | 
 
 
 def _text_of(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config that has the sizes."""
     text = config.get("text_config")
     return text if isinstance(text, Mapping) and all(config.get(key) is None for key in _HIDDEN) else config
 

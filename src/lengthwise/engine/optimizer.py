@@ -124,7 +124,6 @@ class SlicedOptimizer:
         self._is_behind = False
 
     def _bring_gradients(self) -> None:
-        """Copy the sum of the gradients to where slices are updated."""
         if self._is_behind:
             self._gradients.copy_(self.parameters.grad_shard)  # waits for the device
             self._is_behind = False

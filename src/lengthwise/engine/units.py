@@ -233,7 +233,6 @@ class UnitPart:
         self.free()
 
     def _cut(self, whole: Tensor) -> list[Tensor]:
-        """Cut a buffer of all entries into views, one per parameter."""
         return [whole[place].view(shape) for place, shape in self._places]
 
     @property

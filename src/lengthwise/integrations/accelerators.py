@@ -43,7 +43,7 @@ def leave_data_and_gradients(accelerator: Any) -> None:
 
 @contextmanager
 def ungathered(accelerator: Any) -> Iterator[None]:
-    """Make the accelerator's collectives return their argument, which is this rank's or the same on all ranks."""
+    """Make the accelerator's collectives return their argument: this rank's, or the same on all ranks."""
     names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
     kept = {name: getattr(accelerator, name) for name in names}
     for name in names:
@@ -56,7 +56,7 @@ def ungathered(accelerator: Any) -> Iterator[None]:
 
 
 class AloneOnRank:
-    """Stands for an accelerator on a rank that has the numbers of all ranks and keeps them itself."""
+    """Stands for an accelerator on a rank that keeps the numbers of all ranks itself."""
 
     is_main_process = True
 

@@ -100,7 +100,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         return dataset
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse it: TRL's trainer generates for training alone.
+        """Refuse evaluations: TRL's trainer generates for training only.
 
         Raises:
             ConfigError: always.
@@ -119,13 +119,13 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         return DataLoader(rollouts, batch_size=None, collate_fn=lambda update: update)
 
     def _of_first(self, given: Any) -> Any:
-        """Return what rank 0 gives, which must be JSON. Collective."""
+        """Return rank 0's value, which must be JSON, on all ranks. Collective."""
         transport = self._trained().engine.transport
         transport.phase = "waiting for rollouts of rank 0's queue"
         return from_first(transport, lambda: given)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Return the rollouts of the next update as the first of its batches, and how many of their tokens train.
+        """Return the rollouts of the next update as the first of its batches, and their number of trained tokens.
 
         Raises:
             DataError: no token trains, or a rollout is longer than what the ranks hold.
@@ -179,7 +179,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         return loss, result
 
     def _columns(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
-        """Return columns of all tokens, (tokens,), each with what the loss has for the token that follows."""
+        """Return columns of all tokens, (tokens,), with the loss's value for the token that follows."""
         found: dict[str, list[Any]] = defaultdict(list)
         for number, row in enumerate(rows):
             length = len(row["input_ids"])
@@ -220,8 +220,8 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
 class _Shared(IterableDataset[Examples]):
     """Rollouts of rank 0's queue, `size` at a time, on all ranks.
 
-    reader: TRL's, on rank 0. log: gets the rollouts there. share: returns on all ranks what rank 0 gives, which is
-    None while it waits for its queue.
+    reader: TRL's reader, on rank 0. log: callback for the rollouts there. share: collective that returns rank 0's value
+    on all ranks, None while it waits for its queue.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class _Polled:
 
 
 def _row(sample: Rollout) -> Rollout:
-    """Return a row as sessions take it; tokens that are not of a completion have no label."""
+    """Return a session's row; tokens outside of the completion have no label."""
     ids = np.asarray(sample["input_ids"])
     labels = np.where(np.asarray(sample["completion_mask"]).astype(bool), ids, NO_LOSS)
     return {"input_ids": ids, "labels": labels, **{name: sample[name] for name in _KEPT}}

@@ -31,7 +31,7 @@ _SAYS_AS_POSITIONS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_len
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Examples:
-    """Some examples of a data set: their sequences, and the numbers that a Trainer counts."""
+    """Examples of a data set: their sequences, and the numbers that a Trainer counts."""
 
     rows: tuple[Mapping[str, np.ndarray], ...]
     num_examples: int
@@ -112,7 +112,6 @@ def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _starts(positions: np.ndarray) -> list[int]:
-    """Return the first positions of the documents in a packed row."""
     starts = np.flatnonzero(np.diff(positions, prepend=-2) != 1)
     if (positions[starts] != 0).any():
         raise _wrong(f"{_POSITIONS} 0, 1, 2, ... of each document", "others")
@@ -132,7 +131,7 @@ def _wrong(expected: str, got: str) -> DataError:
 
 
 class PlannedUpdates:
-    """The updates of one pass over a loader. rows_of: returns the rows of an update's batches, for one plan."""
+    """The updates of one pass over a loader. rows_of: function that returns the rows of an update, for one plan."""
 
     def __init__(
         self, session: Session, batches: Iterator[Examples], *, rows_of: Callable[[list[Examples]], Sequence[Row]]

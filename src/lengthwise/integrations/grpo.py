@@ -99,7 +99,7 @@ class RolloutMixin(TokenLossMixin):
             return super()._generate(prompts)
 
     def _send_weights(self, send: Callable[[], None]) -> None:
-        """Let TRL send the weights to vLLM, which TRL also does where an engine in this process wakes up."""
+        """Send the weights to vLLM by TRL, as TRL also does where an engine in this process wakes up."""
         with self._trained().whole():
             send()
         if self._trained().engine.is_cut:
@@ -176,7 +176,7 @@ class RolloutMixin(TokenLossMixin):
     # A step.
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Tensor | int | None = None) -> Tensor:
-        """Run the whole update at its last batch; return its loss, 0 for the others. Of streams see the base class."""
+        """Run the whole update at its last batch; return its loss, 0 for the others. For streams see the base class."""
         start, loss = time.perf_counter(), 0.0
         self.model.train()
         self._held = (*self._held, self._prepare_inputs(inputs))
@@ -238,7 +238,7 @@ class RolloutMixin(TokenLossMixin):
             self.accelerator.gradient_state._set_sync_gradients(kept)
 
     def _weights_of_sum(self, batches: Sequence[Mapping[str, Any]], size: int) -> Tensor:
-        """Return what each token weighs in TRL's loss, (size,): its gradient at one point, where it is above 0.
+        """Return the weight of each token in TRL's loss, (size,): its gradient at one point, where it is above 0.
 
         There ratios are 1, log-probabilities 0 and advantages -1: at 1 a `delta` below 1 would clip the gradient.
         """
@@ -253,7 +253,7 @@ class RolloutMixin(TokenLossMixin):
     def _weights_of_some(self, numbers: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Return the gradient of TRL's loss of all tokens by the log-probabilities of some, (tokens,).
 
-        numbers: of these tokens, (2, tokens). columns: of the same. TRL's loss takes them for one row.
+        numbers, columns: numbers (2, tokens) and columns of these tokens, one row for TRL's loss.
         """
         tokens, device = numbers.shape[1], numbers.device
         nothing = torch.zeros(1, 0, dtype=torch.long, device=device)
@@ -266,7 +266,7 @@ class RolloutMixin(TokenLossMixin):
     # Evaluation.
 
     def _evaluated_batches(self, session: Session, dataloader: Any) -> Iterator[tuple[int, float, float]]:
-        """Yield of each batch how many completions it has, its weighted loss, and its weight, which is that of TRL."""
+        """Yield per batch: number of completions, weighted loss, weight (as TRL weighs it)."""
         state, whole = self.accelerator.gradient_state, self.args.eval_batch_size * self.args.world_size
         for prompts in dataloader:
             batch = self._prepare_inputs(prompts)
@@ -301,4 +301,4 @@ class GRPOTrainer(RolloutMixin, trl.GRPOTrainer):
 
 
 class RLOOTrainer(RolloutMixin, trl.RLOOTrainer):
-    """TRL's `RLOOTrainer` with planned steps; see `PlannedTrainerMixin`. Its loss takes one forward pass more."""
+    """TRL's `RLOOTrainer` with planned steps; see `PlannedTrainerMixin`. Its loss needs one more forward pass."""

@@ -29,14 +29,14 @@ _MOST_TOKENS, _MOST_COLLATED, _SHOWN, _AT_ONCE = 1 << 24, 100, 5, 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRows:
-    """Rows of a data set with a length. where: the Trainer's argument. collate: makes `Examples` from some rows."""
+    """Rows of a data set with a length. where: the Trainer's argument. collate: function from rows to `Examples`."""
 
     where: str
     rows: Any
     collate: Callable[[list[Any]], Any]
 
     def too_long(self, limit: int, *, held: str) -> DataError | None:
-        """Return an error for rows of more than `limit` tokens, or None. held: a description of the limit."""
+        """Return an error for rows of more than `limit` tokens, or None. held: description of the limit."""
         suspects = np.flatnonzero(_lengths(self.rows) > limit)
         found = self._collated(suspects, lambda row: max(map(_length, row.rows), default=0))
         named = [(number, tokens) for number, tokens in found if tokens > limit]
@@ -70,7 +70,6 @@ class KnownRows:
         return None
 
     def _collated(self, numbers: np.ndarray, of: Callable[[Examples], int]) -> list[tuple[int, int]]:
-        """Collate some rows; return their numbers and the results of `of`."""
         found = list[tuple[int, int]]()
         with torch.random.fork_rng(devices=[]):  # the collator may use random numbers
             for number in map(int, numbers[:_MOST_COLLATED]):

@@ -27,7 +27,7 @@ class Predictions:
         self._found: dict[str, list[Any]] = {"predictions": [], "label_ids": [], "inputs": [], "losses": []}
 
     def add(self, session: Session, rows: Sequence[Any], loss: float) -> None:
-        """Run the rows of a batch, whose mean loss is `loss`, and keep what `compute_metrics` gets. Collective."""
+        """Run a batch's rows, with the mean loss `loss`, and keep the arguments of `compute_metrics`. Collective."""
         parts: dict[str, list[Any]] = {name: [] for name in self._found}
         logits = session.token_values(list(rows), _logits)
         preprocess = self._trainer.preprocess_logits_for_metrics
@@ -42,7 +42,7 @@ class Predictions:
             self._found[name].append(_joined(values))
 
     def metrics(self, prefix: str) -> dict[str, Any]:
-        """Return what `compute_metrics` computes, with `prefix` and _ before its names."""
+        """Return the metrics of `compute_metrics`, with `prefix` and _ before their names."""
         join = _joined if self._trainer.args.eval_do_concat_batches else list
         asked = self._trainer.args.include_for_metrics
         names = ["predictions", "label_ids", *["inputs"] * ("inputs" in asked), *["losses"] * ("loss" in asked)]
@@ -57,7 +57,6 @@ def _logits(output: Any, _tokens: Tokens) -> Tensor:
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    """Return arrays, or structures of arrays, as one, with all their rows."""
     if len(parts) == 1:
         return parts[0]
     middle = len(parts) // 2  # halves, so that a row is copied few times

@@ -49,10 +49,10 @@ def num_slots(batch: Mapping[str, Tensor]) -> int:
 
 
 def planned_rows(batches: Sequence[Mapping[str, Tensor]], every: bool = False) -> list[Row]:
-    """Return the rows of a plan, with labels on completions alone, and where their predictions' numbers stand.
+    """Return the rows of a plan, with labels on completions only, and the places of their predictions' numbers.
 
-    every: keep the prompt of a completion that is masked as a whole, for routers. Else it has no row; if all are
-    masked, one prompt without a label is the step.
+    every: True to keep the prompt of a completion that is masked as a whole, for routers. Else it has no row; if all
+    are masked, one prompt without a label is the step.
 
     Raises:
         DataError: a prompt without a token, so that nothing predicts the first one of its completion.

@@ -41,9 +41,9 @@ LossOf: TypeAlias = Callable[[Tensor], tuple[float, Tensor]]
 class TokenSum:
     """A loss that is a sum over tokens, so that each microbatch can compute its gradient.
 
-    columns: of all tokens, (size,) each. weights_of: from log-probabilities and entropies of some tokens, (2, tokens),
-    and their columns to the gradient of the loss by their log-probabilities, (tokens,). where, expected: of the error
-    if the gradient is another.
+    columns: columns of all tokens, (size,). weights_of: function from log-probabilities and entropies of some tokens,
+    (2, tokens), and their columns to the gradient of the loss by their log-probabilities, (tokens,). where, expected:
+    texts of the error if the gradient is another.
     """
 
     columns: Mapping[str, Tensor]
@@ -66,7 +66,7 @@ class TokenSum:
 
 
 class TokenLossMixin(PlannedTrainerMixin):
-    """Runs model and reference forward for values of every token, and the model backward by weights of these."""
+    """Runs model and reference forward for values of every token, and the model backward by their weights."""
 
     _reference: Session | None = None
     _place_of_reference: torch.device
@@ -132,7 +132,6 @@ class TokenLossMixin(PlannedTrainerMixin):
 
     @property
     def _wide(self) -> torch.dtype:
-        """The dtype of a token's numbers."""
         return torch.float64 if self.model.dtype == torch.float64 else torch.float32
 
     def _gathered(
@@ -165,7 +164,7 @@ class TokenLossMixin(PlannedTrainerMixin):
     ) -> tuple[float, StepResult]:
         """Run forward and backward of an update; return TRL's loss and the result.
 
-        as_sum: the same loss as a sum over tokens. If None, the model runs forward once more.
+        as_sum: the same loss as a sum over tokens; without it the model runs forward once more.
         """
         if as_sum is not None:
             return self._update_of_sum(rows, size, loss_of, as_sum)
@@ -201,7 +200,7 @@ class TokenLossMixin(PlannedTrainerMixin):
         return loss, result
 
     def _backward(self, planned: Any, weights: Mapping[str, Tensor]) -> StepResult:
-        """Run the model forward and backward by the plan. weights: of the named values of all tokens, (size,) each."""
+        """Run the model forward and backward by the plan. weights: (size,) by name, of the values of all tokens."""
 
         def weighted(_model: Any, inputs: dict[str, Any]) -> Tensor:
             slots, found = called(self.model_wrapped, inputs)
@@ -221,14 +220,14 @@ class TokenLossMixin(PlannedTrainerMixin):
         return self._balance
 
     def _gradients(self, loss: Tensor, *leaves: Tensor) -> tuple[Tensor, ...]:
-        """Return the gradients of TRL's loss by the numbers of tokens; keep that by the balance loss."""
+        """Return the gradients of TRL's loss by the numbers of tokens; keep its gradient by the balance loss."""
         *found, by_balance = gradients_by("compute_loss", loss, (*leaves, self._balance), self.model)
         self._coefficient = by_balance.item()
         return tuple(found)
 
     @contextmanager
     def _balancing(self, coefficient: float | None = None) -> Iterator[None]:
-        """Have the model's config ask for the balance loss inside the block, as TRL's losses do in each call."""
+        """Ask for the balance loss in the model's config inside the block, as TRL's losses do in each call."""
         config: Any = hugging_face_model(self.model).config.get_text_config()
         if not hasattr(config, "output_router_logits"):
             yield
@@ -244,7 +243,7 @@ class TokenLossMixin(PlannedTrainerMixin):
 
     @contextmanager
     def _unlogged(self) -> Iterator[None]:
-        """Let TRL's loss run for its gradient alone inside the block."""
+        """Log nothing of TRL's loss inside the block, where it runs only for its gradient."""
         kept, self._metrics["train"] = self._metrics["train"], defaultdict(list)
         try:
             yield

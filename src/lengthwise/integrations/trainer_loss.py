@@ -45,7 +45,7 @@ def is_of_labels(model: Any) -> bool:
 
 
 def takes_items(model: Any) -> bool:
-    """Return whether a library's loss of a model takes num_items_in_batch, also if its class denies it (with towers).
+    """Return whether a library's loss of a model uses num_items_in_batch, also if its class denies it (with towers).
 
     Trainer would divide the loss of such a model by its number of microbatches, which differ in size here.
     """

@@ -57,7 +57,7 @@ class PlannedTrainerMixin(_Base):
     Args:
         *args: arguments of the Trainer.
         capacity_tokens: maximum tokens of a rank in one microbatch, which bounds memory in place of
-            per_device_train_batch_size; auto measures how many fit.
+            per_device_train_batch_size; auto measures it.
         shard, ranks_per_node, stages, virtual: as in `Session`; a model to be sharded stays in host memory until then.
         heads, offload, offload_optimizer, planner, measurements: as in `Session`.
         attention, compile, fused_layers, experts, overlap, share_prefixes: as in `Session`; the Trainer's
@@ -104,30 +104,27 @@ class PlannedTrainerMixin(_Base):
     """Refused arguments of a subclass of TrainingArguments, in the form of `REFUSED`."""
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
-        """Return what else cannot be kept: what more than one argument says."""
+        """Return the problems that more than one argument causes."""
         return []
 
     _library: Any = transformers.Trainer
     """The class whose loss divides by num_items_in_batch."""
 
     def _collator(self, collate: Any) -> Any:
-        """Return a `collate_fn` that makes `Examples` with the user's collator."""
         return RowCollator(collate)
 
     def _rows_of_update(self, batches: list[Examples]) -> list[Row]:
         return [row for batch in batches for row in batch.rows]
 
     def _rows_of_metrics(self, batch: Any) -> Sequence[Row]:
-        """Return the rows of a batch with the labels that `compute_metrics` gets, which are its tokens if none."""
+        """Return the rows of a batch with the labels for `compute_metrics`, by default its tokens."""
         return batch.rows
 
     def _divides_by_items(self) -> bool:
-        """Return whether the loss is known to divide by num_items_in_batch."""
         own = getattr(self.compute_loss, "__func__", None)  # the user may have set another on the trainer
         return own is self._library.compute_loss and self.compute_loss_func is None
 
     def _takes_whole_logits(self) -> bool:
-        """Return whether the loss may make all logits of a microbatch at once."""
         return not is_next_tokens(self)
 
     def _check_division(self) -> None:
@@ -269,7 +266,6 @@ class PlannedTrainerMixin(_Base):
         return torch.tensor(loss, dtype=torch.float32, device=self.args.device)
 
     def _update(self, normalizer: float) -> tuple[float, StepResult]:
-        """Run forward and backward of an update; return its loss and result."""
         if not self._loss_is_checked:
             self._check_loss(normalizer)
         compute_loss = loss_of(self, self._planned, normalizer)
@@ -277,7 +273,6 @@ class PlannedTrainerMixin(_Base):
         return result.loss + self._balance_of(result), result
 
     def _balance_of(self, result: StepResult) -> float:
-        """Return the part of a pass's loss that balances the routers."""
         return balance_of(self, result)
 
     def _share_of_loss(self, model: nn.Module, inputs: Mapping[str, Any], normalizer: float) -> Tensor:
@@ -356,7 +351,7 @@ class PlannedTrainerMixin(_Base):
         return EvalLoopOutput(predictions=None, label_ids=None, metrics=metrics, num_samples=int(examples))  # type: ignore[arg-type]
 
     def _evaluated_batches(self, session: Session, dataloader: Any) -> Iterator[tuple[int, float, float]]:
-        """Yield of each batch how many examples it has, the sum of its losses, and how many these are."""
+        """Yield per batch: number of examples, sum of losses, number of losses."""
         updates = PlannedUpdates(session, checked(iter(dataloader)), rows_of=self._rows_of_update)
         try:
             while (found := updates.next(1)) is not None:

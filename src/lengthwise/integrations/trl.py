@@ -113,7 +113,7 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preferences(Examples):
-    """Pairs as the user's collator pads them: `inputs` (2 x pairs, width), first the chosen, then the rejected."""
+    """Pairs, padded by the user's collator: `inputs` (2 x pairs, width), first the chosen, then the rejected."""
 
     inputs: Mapping[str, Tensor]
 
@@ -148,7 +148,7 @@ class PreferenceCollator:
     def slots(inputs: Mapping[str, Tensor], first: int) -> Iterator[np.ndarray]:
         """Yield the positions of each row's predictions in a vector of all of them, (2 x pairs x (width - 1),).
 
-        Tokens that predict none of a completion add 0 to the first.
+        Tokens that predict no token of a completion add 0 to the first.
         """
         width = inputs[_IDS].shape[1] - 1
         kept, counts = inputs[_MASK].bool().numpy(), inputs[_COMPLETION].bool().numpy()
@@ -200,7 +200,7 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
         return loss.item() * batch.num_examples, batch.num_examples
 
     def _loss(self, batches: list[Any], planned: Any) -> tuple[Tensor, Tensor]:
-        """Return the mean of TRL's losses of planned batches, and the log-probabilities that it depends on."""
+        """Return the mean of TRL's losses of planned batches, and the log-probabilities behind it."""
         names = ["log_probs", "entropy", "mean_logits", "is_top1", *["log_sum_sq_probs"] * bool(self.use_weighting)]
         size = sum(map(_num_slots, batches))
         own = self._gathered(self._session_of_model(), self.model_wrapped, planned, names, size)
@@ -232,7 +232,6 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
             self.precompute_ref_logps = kept
 
     def _gathered_of_reference(self, planned: Any, size: int) -> dict[str, Tensor]:
-        """Return the reference's log-probabilities of all tokens, (size,)."""
         is_model = self.ref_model is None and self.session is not None
         session = self._session_of_model() if is_model else self._session_of_reference()
         model: Any = self.model

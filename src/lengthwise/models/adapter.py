@@ -69,7 +69,7 @@ def model_loss(
     """Return the summed loss of this rank's tokens in one microbatch, in fp32 or wider.
 
     The three tensors are (tokens,), in the order of `MicrobatchProgram.segments`; `shift_labels[t]` is the label after
-    token t, -100 without loss. weights: loss weights (tokens,), or None for 1. collect_router: called with the router
+    token t, -100 without loss. weights: loss weights (tokens,), None for 1. collect_router: callback for the router
     logits, (tokens, experts) per layer with a router (`output_router_logits`).
     """
     chunk_tokens = _chunk_tokens(model, input_ids, logits_at_once)
@@ -97,7 +97,7 @@ def model_log_probabilities(
 ) -> Tensor:
     """Return the log-probability of each label, (tokens,), 0 without a label; no gradients.
 
-    Arguments as in `model_loss`, which returns minus their weighted sum, with gradients.
+    The arguments are those of `model_loss`, which returns minus their weighted sum, with gradients.
     """
     chunk_tokens = _chunk_tokens(model, input_ids, logits_at_once)
     with torch.no_grad():
@@ -111,7 +111,7 @@ def model_log_probabilities(
 
 
 def _chunk_tokens(model: nn.Module, input_ids: Tensor, logits_at_once: LogitsAtOnce) -> int | None:
-    """Return the number of tokens whose logits are made at a time, or None for all: few tokens, or own logits."""
+    """Return the number of tokens per chunk of logits, None for all at once: few tokens, or own logits."""
     vocabulary: int = model.config.vocab_size  # type: ignore[union-attr, assignment]
     if logits_at_once == "auto":
         logits_at_once = logits_by_rule(vocabulary, on_gpus=input_ids.is_cuda)
@@ -203,7 +203,7 @@ def run_planned(
 ) -> Result:
     """Return the result of `call`, which runs `model` by the plan.
 
-    once: whether it runs every layer once, or any number of times.
+    once: True if it runs every layer once, False for any number of times.
 
     Raises:
         ModelRefused: some layers did not run by the plan.
@@ -265,7 +265,7 @@ def in_planned_forward() -> bool:
 
 
 class _Spared:
-    """A function that returns None in planned forwards, and is itself elsewhere."""
+    """A function that returns None in planned forwards, and runs as usual elsewhere."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -330,7 +330,7 @@ def _attend(
 ) -> tuple[Tensor, None]:
     """Attend by the plan; query is (1, heads, tokens, head_dim), key and value (1, kv_heads, tokens, head_dim).
 
-    s_aux: attention sinks (heads,). softcap: cap of scores. asked: Hugging Face's other arguments.
+    s_aux: attention sinks, (heads,). softcap: cap of scores. asked: Hugging Face's other arguments.
     """
     refused = {name: value for name, value in asked.items() if name not in _WITHOUT_EFFECT and value is not None}
     if isinstance(attention_mask, Tensor):

@@ -65,7 +65,6 @@ def check_adapters(model: nn.Module) -> None:
 
 
 def _obstacles(config: Any) -> Iterator[tuple[str, str]]:
-    """Yield (obstacle, remedy) of an adapter's config."""
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     if kind not in SAME_AS_PEFT:
         why = _VIRTUAL if config.is_prompt_learning else _OTHERWISE.get(kind, _NOT_COMPARED)

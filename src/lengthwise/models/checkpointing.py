@@ -42,7 +42,7 @@ def apply_policy(
 ) -> Iterator[None]:
     """Save only the activations that `policy` names; backward recomputes the rest.
 
-    draws: whether the forward draws random numbers, which the recomputation then draws again.
+    draws: True if the forward draws random numbers, which the recomputation then draws again.
 
     Raises:
         ModelRefused: a layer did not run in Hugging Face's wrap.

@@ -41,7 +41,7 @@ _WRAPS_FORWARD = "__init_subclass__" in vars(GradientCheckpointingLayer)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computing:
-    """The settings of these names in run files and sessions, with their defaults."""
+    """The settings of run files and sessions with these names, and their defaults."""
 
     attention: str = "auto"
     compile: bool = False
@@ -55,7 +55,7 @@ class Computing:
 
 
 def check_computing(config: Any, computing: Computing, *, dtype: torch.dtype, on_gpus: bool) -> None:
-    """Check that a model of this config can compute as asked, before any process starts.
+    """Check that a model of this config can compute with these settings, before any process starts.
 
     Raises:
         ConfigError: it cannot.
@@ -81,7 +81,7 @@ def choose_model_kernel(
 
 
 def attention_needs(config: Any, dtype: torch.dtype) -> AttentionNeeds:
-    """Return what a model needs of its attention kernel, by its config; one kernel serves all layers."""
+    """Return a model's needs of its attention kernel, by its config; one kernel serves all layers."""
     heads, kv_heads = attention_heads(config)
     return AttentionNeeds(
         dtype=dtype,
@@ -100,7 +100,7 @@ _NOT_BY_PLAN = {"_compiled_call_impl": None, "gradient_checkpointing": False}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layers:
-    """The chosen layers of a model, except attention. experts: transformers' implementation, or None to keep it.
+    """The chosen layers of a model, except attention. experts: transformers' implementation, None to keep it.
 
     modules: modules of the model, whose own `compile` and gradient checkpointing planned passes do not use.
     """
@@ -169,9 +169,9 @@ def choose_layers(
     say: Callable[[str], None] | None = None,
     wrap: nn.Module | None = None,
 ) -> Layers:
-    """Choose how a model's layers compute on `device` in `dtype`. say: called with each choice and its reason.
+    """Choose kernels of a model's layers on `device` in `dtype`. say: callback for each choice and its reason.
 
-    wrap: a module around the model, such as peft's.
+    wrap: module around the model, such as peft's.
 
     Raises:
         ConfigError: layers or experts cannot compute on this device as asked.
@@ -213,7 +213,7 @@ def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gp
 
 
 def compiled_forwards(model: Any, *, backend: str = "inductor") -> tuple[Forwards, str]:
-    """Return compiled forwards of a model's decoder layers, and a note on what was compiled, or why not."""
+    """Return compiled forwards of a model's decoder layers, and a note on them, or on the reason for none."""
     layers = [layer for layer in wrapped_layers(model) if "forward" not in vars(layer)]  # not the user's forwards
     if not layers:
         return {}, "no layer is compiled: this family has no wrap around its layers"

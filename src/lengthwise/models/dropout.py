@@ -33,7 +33,7 @@ DROPOUT_FAMILIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropoutKey:
-    """The seed of a run and the step, from which the seeds of the step's forwards follow."""
+    """The seed of a run and the step, which determine the seeds of the step's forwards."""
 
     seed: int = 0
     step: int = 0
@@ -57,7 +57,7 @@ def drawing(seed: int, device: torch.device) -> Iterator[None]:
 
 
 class NoDropout(TorchFunctionMode):
-    """Drops nothing inside the block, as an evaluation in training mode. calls: number of calls that would have."""
+    """Drops nothing inside the block, as an evaluation in training mode. calls: number of dropout's calls inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class NoDropout(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operation, or nothing in place of dropout."""
+        """Run the operation, unless it is dropout."""
         if func is F.dropout:
             return self._pass_on(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))

@@ -26,8 +26,8 @@ _ROW_BYTES = 16
 class ExpertsNeeds:
     """The facts that decide how experts compute.
 
-    rows_bytes: bytes of a row, by weight. replaceable: whether the family uses transformers' interface. capability: the
-    GPU's compute capability, or None if unknown or without a GPU.
+    rows_bytes: bytes of a row, by weight. replaceable: True if the family uses transformers' interface. capability: the
+    GPU's compute capability, None if unknown or without a GPU.
     """
 
     dtype: torch.dtype

@@ -51,7 +51,7 @@ _SWITCHES = {
 
 
 def check_model_config(config: Any) -> None:
-    """Refuse a config with parts that a plan would compute wrongly. config: of the whole model, with towers.
+    """Refuse a config with parts that a plan would compute wrongly. config: config of the whole model, with towers.
 
     Raises:
         ModelRefused, Problems: one message has all parts and remedies.

@@ -33,7 +33,7 @@ _INSTALL = f"pip install 'liger-kernel>={'.'.join(map(str, LEAST_LIGER))}'"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """The norms of a family. offset: added to their weight. casting: Liger's name for where fp32 ends."""
+    """The norms of a family. offset: addend of their weight. casting: Liger's name for the place where fp32 ends."""
 
     offset: float = 0.0
     casting: str = "llama"
@@ -61,7 +61,7 @@ class FusedKernels:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedNeeds:
-    """The facts that decide about fused layers. liger: the installed version, or None."""
+    """The facts that decide about fused layers. liger: installed version, or None."""
 
     family: str
     dtype: torch.dtype
@@ -118,7 +118,7 @@ def liger_kernels() -> FusedKernels:
 
 
 def fused_forwards(model: Any, kernels: FusedKernels) -> tuple[Forwards, str]:
-    """Return fused forwards for the norms, MLPs and attentions of a model of a known family, and what they replace.
+    """Return fused forwards for the norms, MLPs and attentions of a model of a known family, and the replaced ones.
 
     Modules with a class or a forward of the user's keep their own.
     """
@@ -174,7 +174,7 @@ def _rope(
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
-    """Return the global names that a module's forward uses, or none if it is wrapped in another function."""
+    """Return the global names in a module's forward, or none if it is wrapped in another function."""
     forward = _forward(module)
     return forward.__code__.co_names if isinstance(forward, FunctionType) and not forward.__closure__ else ()
 
@@ -188,7 +188,6 @@ def _forward(module: nn.Module) -> Any:
 
 
 def _with_global(function: Any, name: str, value: Any) -> Any:
-    """Copy a function with one global replaced."""
     names = {**function.__globals__, name: value}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__

@@ -82,8 +82,8 @@ def build_adapted(
 ) -> nn.Module:
     """Build the model as `build_model` does; if `lora` is given, freeze it and add adapters.
 
-    A is drawn from `seed`, the same on every rank, and B is zero, or both come from the saved adapter. stored: as in
-    `build_model`. draws_both: draw B too, for checks, because A has no gradient while B is zero.
+    A is drawn from `seed`, the same on every rank, and B is zero, or both come from the saved adapter. stored: that of
+    `build_model`. draws_both: True to draw B too, for checks, because A has no gradient while B is zero.
     """
     model = build_model(source, seed=seed, attention=attention, stored=stored)
     if lora is None:
@@ -134,7 +134,6 @@ def _peft() -> Any:
 
 
 def _peft_config(source: ModelSource, lora: LoraConfig, model: Any, *, draws_both: bool) -> Any:
-    """Make peft's config from the run file or the saved adapter."""
     peft = _peft()
     if lora.adapter is not None:
         saved = _read_adapter_config(lora.adapter)
@@ -237,7 +236,6 @@ def _read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _check_weights(folder: Path, model: nn.Module) -> None:
-    """Compare names and shapes of a saved adapter with those of its config on this model."""
     if not (folder / WEIGHTS_NAME).is_file():
         raise _refuse("lora.adapter", f"a folder with {WEIGHTS_NAME}", f"{folder}, without such a file")
     try:

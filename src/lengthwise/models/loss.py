@@ -22,7 +22,7 @@ from lengthwise.models.text_part import whole_model
 
 
 def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum the cross entropy of logits (tokens, vocab), in fp32 or wider. weights: (tokens,), or None for 1."""
+    """Sum the cross entropy of logits (tokens, vocab), in fp32 or wider. weights: weights (tokens,), None for 1."""
     if weights is None:
         wide = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="sum")
@@ -37,7 +37,7 @@ def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
 
 
 def has_own_logits(model: Any) -> bool:
-    """Return whether a model may make its logits by a forward or a forward hook of the user's.
+    """Return whether a model may make its logits by a forward or a forward hook of the user.
 
     These may need ids, positions or all tokens, but chunks of a loss have hidden states only.
     """

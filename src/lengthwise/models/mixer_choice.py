@@ -41,7 +41,7 @@ def choose_mixers(
 ) -> None:
     """Choose and install the kernel for each kind of layer that mixes tokens without attention. Collective.
 
-    say: called with each choice and its reason. If None, rank 0 prints them. On the CPU there is no choice.
+    say: callback for each choice and its reason, by default a print on rank 0. On the CPU there is no choice.
     """
     names = mixers_in(model) if takes_packages(device) else []
     found = {name: package_kernel(PACKAGES[name], layers_of(model), dtype) for name in names}
@@ -93,7 +93,7 @@ def _obstacle(
 def fault_of(
     name: str, kernel: MixerKernel, plain: MixerKernel, layer: nn.Module, dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Return a description of a kernel's errors for a layer on `device`, or None."""
+    """Describe a kernel's errors for a layer on `device`; return None without any."""
     allowed = tolerance_for(dtype)
     try:
         # The caller's torch modes are for the model: one turns fp32 to fp64, others count or record.
@@ -153,12 +153,11 @@ def _computed(name: str, kernel: MixerKernel, layer: Any, tokens: Mapping[str, T
 
 
 def _lengths(layer: Any) -> list[int]:
-    """Return lengths of documents, shorter and longer than a kernel's chunk."""
     return [37, 1, getattr(layer, "chunk_size", _CHUNK) + 35, 5]
 
 
 def _drawn(name: str, layer: Any, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return random inputs of a layer like this one, with few heads; the same on all ranks."""
+    """Draw inputs of a layer like this one, with few heads, the same on all ranks."""
     random, rows = torch.Generator().manual_seed(0), sum(_lengths(layer))
 
     def normal(*shape: int) -> Tensor:

@@ -34,11 +34,11 @@ _ACTIVATIONS = (None, "silu", "swish")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixerKernel:
-    """An implementation of one of transformers' functions. name: its package.
+    """An implementation of one of transformers' functions. name: name of its package.
 
     run: for a scan (tokens by name, lengths of spans, before=states before them or None, states=whether to return those
     after them, **arguments of the function) -> (outputs (1, rows, ...), states (spans, ...) or None); for a convolution
-    the function itself. steps_in_fp32: whether Mamba 2's step sizes are in fp32, not in the dtype of the tokens.
+    the function itself. steps_in_fp32: True if Mamba 2's step sizes are in fp32, not in the dtype of the tokens.
     """
 
     name: str
@@ -48,7 +48,7 @@ class MixerKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A package with a kernel for GPUs. arguments: those that its function must take. make: wraps the function."""
+    """A package with a kernel for GPUs. arguments: names that its function must accept. make: wrapper of it."""
 
     title: str
     distribution: str
@@ -138,7 +138,6 @@ def _conv_kernel(function: Callable[..., Any]) -> MixerKernel:
 
 @lru_cache(maxsize=16)  # all layers of a microbatch need the same, and fla caches by the tensor
 def _borders(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the borders of spans, on the host and on the device."""
     with torch.inference_mode(False):  # a later backward saves it
         borders = torch.tensor([0, *lengths], dtype=torch.int64, device="cpu").cumsum(0)
         return borders, to_device(borders, device)

@@ -141,7 +141,6 @@ class Mamba2:
         return torch.einsum("bthn,bhpn->bthp", reader, state)
 
     def _step(self, step: Tensor) -> Tensor:
-        """Return dt as the kernel uses it."""
         bias = self._how.get("dt_bias")
         step = step.float() if self._kernel.steps_in_fp32 else step
         step = step if bias is None else step + bias.to(step.dtype)
@@ -197,7 +196,7 @@ def _run_convolution(
 
 
 def _taken(asked: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """Return the arguments of these names; the others are for kernels that keep packs apart by themselves."""
+    """Return the arguments of these names; the others are for kernels that separate packs by themselves."""
     refused = [name for name in _REFUSED if asked.get(name) is not None and asked[name] is not False]
     assert not refused, f"expected no state of a cache and no gate inside a scan, got {refused}"
     return {name: asked[name] for name in names if name in asked}
@@ -217,7 +216,7 @@ _kernels: WeakKeyDictionary[nn.Module, Kernels] = WeakKeyDictionary()
 
 
 def use_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Let a model compute by these kernels from now on, beside those it has for other functions and dtypes."""
+    """Register these kernels, beside a model's others for other functions and dtypes."""
     _kernels[model] = {**_kernels.get(model, {}), **kernels}
 
 
@@ -237,9 +236,9 @@ def _in_torch(function: Any) -> Callable[..., Any]:
 
 
 def put_mixers(model: nn.Module, is_planned: Callable[[], bool]) -> Kernels:
-    """Let the layers of a model that mix tokens without attention run by the plan that `forward` is given.
+    """Make the layers of a model that mix tokens without attention run by the plan among `forward`'s arguments.
 
-    is_planned: whether this thread runs a forward by a plan. Returns the kernels of the model.
+    is_planned: function that returns whether this thread runs a forward by a plan. Returns the model's kernels.
 
     Raises:
         ModelRefused: layers that Hugging Face replaced by kernels of its hub.
@@ -263,7 +262,7 @@ def put_mixers(model: nn.Module, is_planned: Callable[[], bool]) -> Kernels:
 
 @contextmanager
 def mixing_in_torch(model: nn.Module) -> Iterator[None]:
-    """Let the layers of a model mix tokens by transformers' own functions in plain torch inside the block.
+    """Make the layers of a model mix tokens by transformers' own functions in plain torch inside the block.
 
     Where a package is installed, transformers takes its functions in every dtype and on every device; they compute in
     less than fp32, on GPUs alone, and some releases not at all there.
@@ -280,7 +279,7 @@ def mixing_in_torch(model: nn.Module) -> Iterator[None]:
 
 
 def runs_by_plan(kind: type[nn.Module]) -> bool:
-    """Return whether layers of a class of transformers hand the plan to what they mix tokens by."""
+    """Return whether layers of a class of transformers pass the plan to their mixing functions."""
     calls = [node for node in ast.walk(ast.parse(dedent(inspect.getsource(kind)))) if isinstance(node, ast.Call)]
     mixing = [node for node in calls if isinstance(node.func, ast.Name) and node.func.id in (*_PLANNED, *_OTHERS)]
     return any(mixing) and all(
@@ -290,7 +289,6 @@ def runs_by_plan(kind: type[nn.Module]) -> bool:
 
 
 def _modeling_files(model: nn.Module) -> set[Any]:
-    """Return the modules of transformers in which a model's layers are."""
     names = {kind.__module__ for kind in {type(module) for module in modules_of(model)}}
     return {sys.modules[name] for name in names if name.startswith("transformers.models.")}
 
@@ -321,7 +319,7 @@ class _ByPlan:
 
 
 class _InParts:
-    """A function for a whole layer, which in planned forwards leaves it to the functions of its parts."""
+    """A function for a whole layer, replaced in planned forwards by the functions of its parts."""
 
     def __init__(self, function: Callable[..., Any], is_planned: Callable[[], bool]) -> None:
         self.function, self._is_planned = function, is_planned

@@ -61,9 +61,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSource:
-    """The source of a model. weights: whether to load its weights, or draw them from the seed.
+    """The source of a model. weights: True to load its weights, False to draw them from the seed.
 
-    config: config of the whole model; `text` is its text part's, if that has its own.
+    config: config of the whole model. text: config of its text part, if that has its own.
     """
 
     name: str
@@ -84,7 +84,7 @@ class ModelSource:
 def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) -> ModelSource:
     """Read the config of `tiny`, a folder or a hub name, and check whether there are weights.
 
-    weights: the key of the run file. If None, existing weights are loaded.
+    weights: value of the run file's key; by default existing weights are loaded.
 
     Raises:
         ConfigError: there is no such model, its config cannot be read, or its weights cannot be loaded whole.
@@ -135,7 +135,7 @@ def _refuse_adapter(name: str, *, local_files_only: bool) -> None:
 
 
 def _refuse_endless(values: Any, name: str) -> None:
-    """Refuse numbers of parts, at any depth, with which transformers would build for hours."""
+    """Refuse numbers of parts, at any depth, that transformers would need hours to build."""
     counts = {key: value for key, value in _entries(values) if isinstance(value, int) and _PARTS.fullmatch(key)}
     raise_problems(
         [
@@ -181,8 +181,8 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     """Build the model in fp32, or in fp64 if its weights are; flat buffers narrow it later.
 
     A model with towers is returned as its text part (`models.text_part`). Without weights the parameters are drawn from
-    `seed`, the same on every rank and for every precision. stored: if False, parameters stay on the meta device, and
-    nothing is read or drawn.
+    `seed`, the same on every rank and for every precision. stored: False keeps parameters on the meta device, and reads
+    and draws nothing.
 
     Raises:
         ConfigError: weights cannot be read, or are not exactly those of the config.
@@ -253,15 +253,12 @@ def _load(source: ModelSource, **options: Any) -> Any:
 
 
 def _read_generation_config(model: Any, name: str) -> None:
-    """Read the generation config of a model on the meta device from its folder, if there is one."""
     with suppress(OSError):
         model.generation_config = GenerationConfig.from_pretrained(name, local_files_only=only_cached(name))
 
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Create parameters on the meta device inside the block."""
-
     def without_storage(_module: nn.Module, _name: str, parameter: nn.Parameter) -> nn.Parameter:
         return parameter if parameter.is_meta else nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
@@ -287,7 +284,7 @@ def build_skeleton(config: Any) -> Any:
 
 
 def size_problems(config: Any) -> list[ConfigError]:
-    """List what of a config's sizes no model has: no layer, token or head, or heads that do not fit each other."""
+    """List impossible sizes of a config: no layer, token or head, or heads that do not fit each other."""
     where, problems = _where(config), list[ConfigError]()
     layers = layer_configs(config)
     for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
@@ -321,7 +318,7 @@ def _refuse_other_weights(name: str, loading: dict[str, Any]) -> None:
 
 
 def plain_attention(source: ModelSource) -> str:
-    """Return Hugging Face's attention to compare with: sdpa, or eager for models without it (sinks, softcaps)."""
+    """Return Hugging Face's attention for comparisons: sdpa, or eager for models without it (sinks, softcaps)."""
     if has_towers(source.config):
         model: Any = build_skeleton(source.config).get_decoder()
     else:

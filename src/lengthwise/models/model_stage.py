@@ -36,7 +36,7 @@ _CHECKED_ROWS = 3
 class PassedThrough(nn.Module):
     """Stands in for a layer: returns its hidden states in the layer's form, and has the layer's plain attributes.
 
-    instead: hidden states to return in place of its input, those that the next chunk received.
+    instead: received hidden states of the next chunk, to return in place of its input.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -90,8 +90,6 @@ def _alone() -> ModelRefused:
 
 
 class _NoNorm(nn.Module):
-    """Stands in for the norm on other stages than the last."""
-
     def forward(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
 
@@ -213,10 +211,10 @@ def _idle_stage(number: int, chunks: Sequence[range], stages: int) -> ConfigErro
 class Chunk:
     """Some layers of a model that run in one go.
 
-    is_first: whether the input are ids; otherwise hidden states (1, rows, width). is_last: whether the result is the
-    loss; otherwise hidden states. num_layers: number of layers, or None for all. layers_passed: number of layers that
-    mix tokens and that the chunk does not run. running: makes the model this chunk inside a block, on hidden states, or
-    on ids if None.
+    is_first: True for an input of ids, False for hidden states (1, rows, width). is_last: True if the result is the
+    loss, False for hidden states. num_layers: number of layers, None for all. layers_passed: number of layers that mix
+    tokens, outside of the chunk. running: context manager in which the model is this chunk, on hidden states, or on ids
+    if None.
     """
 
     number: int = 0
@@ -285,7 +283,7 @@ class ModelStage:
             self._removed_ends = [(place, place.put(module).to("meta")) for place, module in instead]
 
     def _refuse_shared(self, modules: Mapping[int, Sequence[nn.Module]], *, own: Collection[int]) -> None:
-        """Refuse parameters and buffers that two stages would have as copies; `own` may be on the first and last."""
+        """Refuse parameters and buffers with copies on two stages; `own` may be on the first and last."""
         names = {id(each): name for name, each in self.model.named_modules()}
         found = dict[int, tuple[int, str]]()
         for stage, of_stage in sorted(modules.items()):

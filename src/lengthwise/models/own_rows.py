@@ -22,7 +22,7 @@ from lengthwise.models.weights import check_finite, tensor_files
 
 
 class OwnRows:
-    """The tensors of a folder. num_bytes: bytes read so far."""
+    """The tensors of a folder. num_bytes: number of bytes read so far."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, tensor_files(folder)
@@ -72,7 +72,7 @@ class OwnRows:
 
 
 def _boxes(shape: Sequence[int], first: int, stop: int) -> Iterator[tuple[slice, ...]]:
-    """Yield the boxes of a tensor that make up its entries [first, stop), in order."""
+    """Yield the boxes of a tensor that together are its entries [first, stop), in order."""
     if first >= stop:
         return
     if len(shape) < 2:

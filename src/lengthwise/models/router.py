@@ -37,7 +37,7 @@ def coefficient_of(config: Any) -> float:
 
 
 def experts_of(model: Any) -> tuple[int, int]:
-    """Return (experts, experts chosen per row), as the model's class takes them for its balance loss."""
+    """Return (experts, experts chosen per row), by which the model's class computes its balance loss."""
     return _of(model, "num_experts"), _of(model, "num_experts_per_tok")
 
 
@@ -52,7 +52,7 @@ def has_balance_loss(config: Any) -> bool:
 
 @contextmanager
 def without_balance_loss(model: Any) -> Iterator[None]:
-    """Ask for no balance loss inside the block, as passes need whose result is no loss."""
+    """Ask for no balance loss inside the block, for passes that return no loss."""
     part = text_config(model.config)
     asked = has_balance_loss(model.config)
     if asked:

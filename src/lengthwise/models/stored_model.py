@@ -22,12 +22,12 @@ class StoredModel:
     """A model that a session reads by itself.
 
     Attributes:
-        source: its config and the place of its weights.
+        source: config, and the place of the weights.
         lora: adapters to train, or None to train all parameters.
         dtype: dtype of the parameters in steps; exact weights are kept in fp32 or wider.
-        seed: draws adapters, and parameters without stored weights.
-        whole_logits: whether the loss makes all logits of a microbatch at once.
-        draws_both: as in `build_adapted`.
+        seed: seed of adapters, and of parameters without stored weights.
+        whole_logits: True if the loss makes all logits of a microbatch at once.
+        draws_both: True to draw both matrices of adapters, for checks.
     """
 
     source: ModelSource
@@ -79,7 +79,7 @@ class StoredModel:
         return build_adapted(self.source, self.lora, seed=self.seed, draws_both=self.draws_both, stored=stored)
 
     def read(self, model: Any, transport: Transport, *, is_cut: bool, stages: int) -> tuple[Any, OwnRows | None]:
-        """Return the model with the weights that this rank sends to others, and the source of its own rows. Collective.
+        """Return the model with the weights for this rank to send, and the source of its own rows. Collective.
 
         A rank that sends nothing returns `model`, whose parameters are empty. With whole parameters rank 0 alone reads
         weights; with stages the ranks of the first replica do. If parameters are sharded (`is_cut`) and the files have
@@ -96,7 +96,7 @@ class StoredModel:
         return model, rows
 
     def _own_rows(self, model: Any, transport: Transport) -> OwnRows | None:
-        """Return the source of every rank's rows, or None if rank 0 must read all; alike on all ranks. Collective."""
+        """Return the source of every rank's rows, on all ranks None if rank 0 must read all. Collective."""
         rows = own_rows(self.source, model) if self.lora is None else None
         can = torch.tensor([float(rows is None)])
         transport.all_reduce(can)

@@ -79,7 +79,7 @@ def _check_shards(folder: Path, weight_map: dict[str, str]) -> None:
 def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) -> None:
     """Refuse weights that loading in `widest` would change: wider ones, and ones that are not floating-point.
 
-    but: regular expressions for names of tensors that are not weights, such as buffers in older files.
+    but: regular expressions of names of tensors that are not weights, such as buffers in older files.
 
     Raises:
         ConfigError: there are some; the first are named with their dtypes.
@@ -100,7 +100,7 @@ def check_dtypes(folder: Path, *, widest: torch.dtype, but: Sequence[str] = ()) 
 
 
 def check_finite(where: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse NaN and infinity in tensors, given by name, in one pass without copies. where: their source.
+    """Refuse NaN and infinity in named tensors, in one pass without copies. where: source of the tensors.
 
     Raises:
         ConfigError: a tensor has some; the first tensors are named.

@@ -38,7 +38,7 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Queries and the keys they see; `window` is set if the window's edge crosses the block."""
+    """Queries and the keys that they see. window: window in tokens if its edge crosses the block."""
 
     queries: TokenSpan
     keys: TokenSpan
@@ -77,8 +77,8 @@ class Queries:
 def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None) -> Iterator[BlockTask]:
     """Yield the blocks of one position's queries against the shard of position `owner`, diagonal blocks first.
 
-    Shards list the low and the high chunk of each sequence; key offsets count from the start of `held`.
-    `window`: a query sees itself and the window - 1 tokens before it.
+    Shards list the low and the high chunk of each sequence; key offsets count from the start of `held`. window: tokens
+    that a query sees, itself included.
     """
     own, q_offset, kv_offset = queries.shard, 0, 0
     for low, high, held_low, held_high in zip(own[::2], own[1::2], held[::2], held[1::2], strict=True):
@@ -94,7 +94,7 @@ def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window
 
 
 def positions_seeing(bounds: Sequence[int], owner: int, window: int) -> Iterator[int]:
-    """Yield the positions, some twice, whose queries see keys of `owner`; `bounds`: the 2 x degree + 1 borders."""
+    """Yield the positions, some twice, whose queries see keys of `owner`. bounds: the 2 x degree + 1 borders."""
     last = len(bounds) - 2
     for chunk in (owner, last - owner):
         stop = bounds[chunk + 1]

@@ -28,7 +28,7 @@ class Prefix:
 
 
 def prefixes_of(piece: Piece, parents: Sequence[int | None], firsts: Sequence[int]) -> tuple[Prefix, ...]:
-    """Return the sequences of a piece that others continue. parents, firsts: of all sequences, as in `Plan`."""
+    """Return the sequences of a piece that others continue. parents, firsts: those of `Plan`, for all sequences."""
     found, path = list[Prefix](), list[int]()  # places whose sequences the next one may continue
 
     def end(place: int, stop: int) -> None:
@@ -50,7 +50,7 @@ def branch_tasks(
 ) -> Iterator[BlockTask]:
     """Yield the blocks of one position's queries against the keys of a prefix that position `owner` holds.
 
-    held: the shard of `owner`. window: as in `block_tasks`.
+    held: shard of `owner`. window: tokens that a query sees, itself included.
     """
     keys, *_ = _spans_of(held, prefix)
     seeing = [span for spans in _spans_of(queries.shard, prefix)[1:] for span in spans]
@@ -69,7 +69,7 @@ def branch_tasks(
 def positions_continuing(bounds: Sequence[Sequence[int]], prefix: Prefix, owner: int, window: int) -> Iterator[int]:
     """Yield the positions, some twice, whose queries see a prefix's keys of `owner` through a window.
 
-    bounds: the 2 x degree + 1 borders of each sequence of the piece.
+    bounds: 2 x degree + 1 borders of each sequence of the piece.
     """
     own, last = bounds[prefix.place], len(bounds[prefix.place]) - 2
     for chunk in (owner, last - owner):

@@ -32,7 +32,7 @@ _REPORTED = 10  # refusals in one message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """A feature in use, and by which microbatch (None: by the whole plan); `value` is what the plan says there."""
+    """A feature in use, its microbatch (None for the whole plan), and the `value` in the plan."""
 
     feature: Feature
     microbatch: int | None = None
@@ -73,7 +73,7 @@ def feature_uses(plan: Plan) -> Iterator[Use]:
 def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, cut: LayerCut = UNCUT) -> None:
     """Raise PlanError, or Problems, for anything in a plan that the engine cannot run.
 
-    num_heads: attention heads of the model, which a split must divide. cut: the run's pipeline stages.
+    num_heads: number of the model's attention heads, which a split must divide. cut: the run's pipeline stages.
     """
     problems: list[LengthwiseError] = []
     problems += list(_impossible_splits(plan, num_heads or 0))[:_REPORTED]

@@ -28,9 +28,9 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Forwarding:
-    """How the shards of one ring travel. goes_round: keys make a full turn.
+    """The routes of one ring's shards. goes_round: True if keys make a full turn.
 
-    needed: by owner, the offsets o for which position owner + o has a block with its keys.
+    needed: by owner, offsets o for which position owner + o has a block with its keys.
     """
 
     degree: int
@@ -49,7 +49,7 @@ class Forwarding:
 
     @property
     def ring_steps(self) -> int:
-        """Number of ring steps with blocks to compute; 1 for own keys alone."""
+        """Number of ring steps with blocks to compute; 1 for own keys only."""
         return 1 + max(self.reach)
 
     def owners(self, position: int, ring_step: int) -> list[int]:
@@ -76,7 +76,7 @@ class Forwarding:
         return range(2, self.degree + 1) if self.goes_round else range(self.ring_steps, 2 * self.ring_steps - 1)
 
     def gradient_moves(self, ring_step: int, position: int | None = None) -> Iterator[Move]:
-        """Yield the gradients sent at `ring_step` of the backward pass; `position` as in `key_moves`."""
+        """Yield the gradients sent at `ring_step` of the backward pass; only those from or to `position`, if given."""
         if ring_step not in self.gradient_steps:
             return
         if self.goes_round:

@@ -23,8 +23,8 @@ from lengthwise.program.split_heads import exchange_transfers, heads_of, ring_bo
 class MicrobatchProgram:
     """One microbatch, lowered for all of its ranks and for layers with one sliding window, or none.
 
-    parents, firsts: as in `Plan`, or () if no sequence continues another.
-    A position is a rank's place in a piece; its ring position is that of its group if the piece splits heads.
+    parents, firsts: those of `Plan`, () if no sequence continues another. A position is a rank's place in a piece; its
+    ring position is that of its group if the piece splits heads.
     """
 
     index: int
@@ -41,7 +41,7 @@ class MicrobatchProgram:
         return replace(self, window=None if window is None or window >= longest else window)
 
     def shard(self, piece: int, position: int) -> tuple[Segment, ...]:
-        """List what `position` of `piece` holds: for each sequence its low chunk, then its high chunk."""
+        """List the segments of `position` of `piece`: for each sequence its low chunk, then its high chunk."""
         return self._shards[piece][position]
 
     def shard_tokens(self, piece: int, position: int) -> int:
@@ -161,7 +161,6 @@ class MicrobatchProgram:
 
     @cached_property
     def _prefixes(self) -> tuple[tuple[Prefix, ...], ...]:
-        """By piece, the sequences that others continue."""
         if not self.parents:
             return ((),) * len(self.microbatch.pieces)
         return tuple(prefixes_of(piece, self.parents, self.firsts) for piece in self.microbatch.pieces)
@@ -285,7 +284,7 @@ def lower_plan(plan: Plan, rank: int, *, ranks_in_step: int = 1) -> tuple[Microb
 
 
 def last_on_all_ranks(plan: Plan, *, ranks_in_step: int = 1) -> frozenset[int]:
-    """List the microbatches that are the last of all their ranks; `ranks_in_step` as in `lower_plan`."""
+    """List the microbatches that are the last of all their ranks. ranks_in_step: that of `lower_plan`."""
     nodes = [_nodes(microbatch, ranks_in_step) for microbatch in plan.microbatches]
     last = {node: index for index, those in enumerate(nodes) for node in those}
     return frozenset(index for index, those in enumerate(nodes) if all(last[node] == index for node in those))

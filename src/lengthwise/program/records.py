@@ -23,7 +23,7 @@ class Segment:
 
 
 class Content(StrEnum):
-    """What a message carries.
+    """The content of a message.
 
     KV, DKV: keys and values, or their gradients, along a ring. QKV, OUT, QKV_OUT, GRAD_OUT, DQKV: operands, results or
     gradients in a group that splits heads. STATE, MAP, HALO: states, maps of states, and tokens before a span
@@ -43,7 +43,7 @@ class Content(StrEnum):
 
     @property
     def goes_home(self) -> bool:
-        """Whether it goes from the rank that attends some heads to the rank that holds the tokens."""
+        """Whether the message goes from the rank that attends some heads to the rank that holds the tokens."""
         return self in (Content.OUT, Content.DQKV)
 
 
@@ -60,8 +60,8 @@ ALL_HEADS = HeadRange()
 class Transfer(NamedTuple):
     """One message of a round: `content` of `heads` for `tokens` tokens; a tuple, as large worlds have millions.
 
-    owner: the position whose tokens they are: a ring position along a ring, else a position of the piece. For states
-    and maps `tokens` counts sequences; the layer knows the size of a state.
+    owner: position that owns the tokens: a ring position along a ring, else a position of the piece. For states and
+    maps `tokens` counts sequences; the layer knows the size of a state.
     """
 
     source: int
@@ -116,9 +116,9 @@ class RankRound:
 class BlockTask:
     """One block of attention: local queries against the keys of position `owner` of the piece's ring.
 
-    q_start, q_stop: among the rank's rows of `heads` (`MicrobatchProgram.row_starts`). kv_start, kv_stop: in the shard
-    of `owner`. causal: the block is on the diagonal, which makes it the first block of its queries; each query is in
-    one such block. distance: the first query's token minus the first key's. window: set if its edge crosses the block.
+    q_start, q_stop: rows among the rank's rows of `heads` (`MicrobatchProgram.row_starts`). kv_start, kv_stop: tokens
+    in the shard of `owner`. causal: True on the diagonal, for the first block of its queries; each query is in one such
+    block. distance: first query's token minus the first key's. window: window in tokens if its edge crosses the block.
     """
 
     piece: int

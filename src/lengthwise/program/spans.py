@@ -28,7 +28,7 @@ from lengthwise.program.ring_order import far_from, ring_peers
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixing:
-    """What a layer or a model passes along sequences beside keys. width: of its longest convolution, in tokens."""
+    """Data beside keys that a layer or a model passes along sequences. width: its longest convolution, in tokens."""
 
     has_states: bool = False
     width: int = 1
@@ -47,7 +47,7 @@ class SpanKey(NamedTuple):
 class SequenceSpan(NamedTuple):
     """Tokens `start` to `stop` of a sequence, adjacent on one rank from local row `row` on.
 
-    number: of the span in its sequence, 0 to 2 x degree - 2. position: its holder.
+    number: number of the span in its sequence, 0 to 2 x degree - 2. position: position that holds it.
     """
 
     piece: int
@@ -151,7 +151,7 @@ def halo_moves(program: MicrobatchProgram, width: int, rank: int | None = None) 
 
 
 def far_peers(programs: Sequence[MicrobatchProgram], rank: int, mixing: Mixing = ATTENTION_ALONE) -> tuple[int, ...]:
-    """List the ranks beyond distance 2 to which `rank` talks in these microbatches; `mixing`: of the model."""
+    """List the ranks beyond distance 2 that exchange messages with `rank` in these microbatches."""
     peers = ring_peers(programs, rank)
     for program in programs:
         rounds = [halo_round_of(program, rank, mixing.width)]

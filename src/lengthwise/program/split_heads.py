@@ -34,7 +34,7 @@ def group_of(piece: Piece, position: int) -> range:
 def exchange_transfers(
     piece: Piece, index: int, tokens: Sequence[int], content: Content, position: int | None = None
 ) -> Iterator[Transfer]:
-    """Yield the messages of the groups of piece `index`, of `position` only if given; `tokens`: by position."""
+    """Yield the messages of the groups of piece `index`, of `position` only if given. tokens: tokens by position."""
     owners: Iterable[int] = range(piece.degree) if position is None else group_of(piece, position)
     for owner in owners:
         for member in group_of(piece, owner) if tokens[owner] else ():
@@ -61,7 +61,7 @@ class TokenRun:
 
 
 def group_runs(piece: Piece, lengths: Sequence[int], position: int) -> Iterator[TokenRun]:
-    """Yield where the positions of a group hold its tokens, in the order in which the group attends to them."""
+    """Yield the places of a group's tokens at its positions, in the order in which the group attends to them."""
     group = group_of(piece, position)
     offsets = dict.fromkeys(group, 0)
     for length in lengths:

@@ -41,10 +41,10 @@ def stage_clocks(
     """Run all microbatches through the stages of their ranks.
 
     Args:
-        ranks_of: the ranks of each microbatch, in the plan's order.
-        forward_seconds, backward_seconds: of a row, all chunks of one stage together.
+        ranks_of: ranks of each microbatch, in the plan's order.
+        forward_seconds, backward_seconds: seconds of a row, all chunks of one stage together.
         cut: the pipeline of each rank.
-        send_seconds: of a row, from one stage to the next (default: 0).
+        send_seconds: seconds of a row's transfer from one stage to the next (default: 0).
     """
     order = stage_order(ranks_of, cut)
     chunks, stage = cut.chunks, order.action_stages
@@ -87,12 +87,12 @@ def stage_clocks(
 def slot_clocks(
     forward_seconds: Floats, backward_seconds: Floats, is_first: NDArray[np.bool_], cut: LayerCut
 ) -> Floats:
-    """Run a grid of microbatches through the stages of its ranks; return when each rank is done, in seconds.
+    """Run a grid of microbatches through the stages of its ranks; return the seconds until each rank is done.
 
     Like `stage_clocks` with free messages, but many times faster; microbatches move up into empty slots.
 
     Args:
-        forward_seconds, backward_seconds: at [slot, rank], all chunks of a stage together; 0 if a rank has none.
+        forward_seconds, backward_seconds: seconds at [slot, rank], all chunks of a stage together; 0 for none.
         is_first: at [slot, rank], False if a rank shares the microbatch of the rank before it.
         cut: the pipeline of each rank.
     """

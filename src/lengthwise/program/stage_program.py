@@ -17,7 +17,7 @@ def cut_layers(
 ) -> list[range]:
     """Cut layers into non-empty chunks so that the slowest is fastest; among equal cuts the last chunk is smallest.
 
-    first_seconds, last_seconds: what the first chunk takes beside its layers (embedding), and the last (head and loss).
+    first_seconds, last_seconds: seconds beside the layers of the first chunk (embedding), and the last (head and loss).
     Costs chunks x layers^2.
     """
     count = len(layer_seconds)

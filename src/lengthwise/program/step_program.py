@@ -37,9 +37,9 @@ class Place(NamedTuple):
 class Pass:
     """One pass of a microbatch through a chunk of layers.
 
-    prepares: the forward pass that the host prepares before this one, to keep the device busy. reads_ahead: the place
-    whose offloaded activations return after this pass, for a backward that follows soon. sums_early: gradients may be
-    reduced during it.
+    prepares: forward pass that the host prepares first, to keep the device busy. reads_ahead: place whose offloaded
+    activations return after this pass, for a backward that follows soon. sums_early: True if gradients may be reduced
+    during it.
     """
 
     kind: Kind
@@ -50,7 +50,7 @@ class Pass:
 
     @property
     def is_forward(self) -> bool:
-        """Whether the pass goes on to the next chunk, not to the previous one."""
+        """Whether the pass continues with the next chunk, not with the previous one."""
         return self.kind != "backward"
 
 
@@ -65,7 +65,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a rank does at one tick: its pass, if it has one, then one grouped call of these messages."""
+    """A rank's work at one tick: its pass, if it has one, then one grouped call of these messages."""
 
     tick: int
     action: Pass | None
@@ -75,10 +75,10 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepProgram:
-    """What a rank does in a step, in order.
+    """The work of a rank in a step, in order.
 
-    microbatches: those of this rank, by their index in the plan. counting: turns before the ranks sum what routers
-    choose, or None if they do not. turns: all others.
+    microbatches: microbatches of this rank, by their index in the plan. counting: turns before the ranks sum the
+    choices of routers, None without a sum. turns: all other turns.
     """
 
     microbatches: Mapping[int, MicrobatchProgram]
@@ -99,9 +99,9 @@ def step_program(
     train: bool = True,
     counts_routers: bool = False,
 ) -> StepProgram:
-    """Return what a stage of a replica (what plans call a rank) does in a step.
+    """Return the program of a stage of a replica (a rank, in plans) in a step.
 
-    ranks_in_step: see `lower_plan`. train: include backward passes. counts_routers: routers have a balance loss.
+    ranks_in_step: see `lower_plan`. train: True for backward passes. counts_routers: True with a balance loss.
     """
     microbatches = {each.index: each for each in lower_plan(plan, replica, ranks_in_step=ranks_in_step)}
     counting, keeps, is_whole = None, frozenset[int](), plan.cut == UNCUT
@@ -158,7 +158,7 @@ def _chunk(step: int, chunks: int) -> int:
 
 
 def _passes(ordered: Sequence[tuple[Kind, Place]], sums_early: bool) -> list[Pass]:
-    """Return passes in order, with what the host does for later ones."""
+    """Return passes in order, with the host's work for later ones."""
     found, prepares, backward = list[Pass](), None, deque[Place | None]([None, None], 2)
     for kind, place in reversed(ordered):
         is_backward = kind == "backward"

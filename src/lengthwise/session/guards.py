@@ -99,7 +99,6 @@ def guarded(found: Any, bring: Callable[[], object] | None) -> Any:
 
 
 def _name(func: Any) -> str:
-    """Return the name of the function or attribute that torch calls."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name in _OF_ATTRIBUTES else name
 

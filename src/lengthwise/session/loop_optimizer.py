@@ -63,7 +63,6 @@ class LoopOptimizer(SlicedOptimizer):
         self.see_weights()
 
     def _hook_in(self) -> None:
-        """Replace or hook the methods of the optimizer that the loop calls."""
         self.optimizer.zero_grad = self.zero_grad
         self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict"))
         self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))

@@ -297,7 +297,6 @@ def objective_of(
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Return the states of the random generators that a loss may use."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
 

@@ -240,7 +240,6 @@ def first_step_sentence(step: StepResult, planning: StepPlanning, *, on_gpus: bo
 
 
 def _balance_sentence(step: StepResult) -> str:
-    """Describe the routers' balance loss, if there is one."""
     if step.router_loss is None:
         return ""
     return "; the routers' balance loss is that of all tokens of the step, not a mean of microbatches"

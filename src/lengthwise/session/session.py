@@ -116,7 +116,6 @@ class Session(SavedSession):
             raise
 
     def _take(self, opened: Opened) -> None:
-        """Keep an open session's parts, and guard them against wrong uses in a user's loop."""
         self.settings, self.engine, self.planning = opened.settings, opened.engine, opened.planning
         self.model, self._inner = opened.settings.model, opened.settings.text
         self._transport, planner, self._say = opened.ranks.transport, opened.ranks.planner, opened.ranks.say

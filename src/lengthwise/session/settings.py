@@ -188,7 +188,6 @@ def check_settings(
 
 
 def _check_layers(text: Any, asked: SessionKeywords, *, dtype: Any, on_gpus: bool, problems: Collector) -> None:
-    """Add the problems of settings with a model's layers."""
     config, layers = whole_model(text).config, text.config.num_hidden_layers
     heads = shape_from_config(text.config.to_dict()).heads
     problems.attempt(partial(check_offload, asked.offload, layers, on_gpus=on_gpus))

@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 class Shelves:
     """Rings as (sequence, first rank, degree, seconds) in plan order, and the end of each rank's last ring.
 
-    limit_seconds: limit on the clocks of placement, rather early. end_seconds: end with all stages, local work spread
+    limit_seconds: limit on placement's clocks, rather early. end_seconds: end with all stages, local work spread
     evenly.
     """
 

@@ -47,7 +47,6 @@ def _plans_speeds(options: PlanOptions) -> bool:
 
 
 def _unequal(speeds: Sequence[float], options: PlanOptions) -> str:
-    """Describe unequal speeds and their effect on plans."""
     slowest = min(speeds)
     found = f"rank {speeds.index(slowest)} computes at {slowest:.0%} of the fastest rank's speed"
     if not _plans_speeds(options):

@@ -43,7 +43,7 @@ class StepPlanning:
         """Plan one step; `check_plan` accepts the plan.
 
         shared: prefixes that the step may compute once. It does if that saves more than 5 % of the predicted time. A
-            note has the seconds of the other plan, by its work alone if that rules it out.
+            note has the other plan's seconds, by its work alone if that rules it out.
 
         Raises:
             LengthwiseError: there is no plan.
