@@ -50,9 +50,9 @@ class BlockMask:
 class Block:
     """Queries, and the keys and values that they attend to.
 
-    q: (q tokens, heads, head_dim), heads a multiple of kv_heads. k, v: (kv tokens, kv_heads, head_dim).
-    causal: True if queries of a square block see no later key; otherwise they see all. mask: in place of `causal`.
-    softcap: cap of scores, which become softcap x tanh(s / softcap); None for uncapped ones.
+    q: (q tokens, heads, head_dim), heads a multiple of kv_heads. k, v: (kv tokens, kv_heads, head_dim). causal: True if
+    queries of a square block see no later key; otherwise they see all. mask: seen keys, in place of `causal`. softcap:
+    cap of scores, which become softcap x tanh(s / softcap); None for uncapped ones.
     """
 
     q: Tensor

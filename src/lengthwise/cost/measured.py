@@ -72,8 +72,8 @@ def base_cost(
 ) -> Cost:
     """Return the costs of a named hardware in this precision, for terms that were not measured.
 
-    ranks_per_node: ranks of the measured nodes, whose uplinks grow with it (default: the hardware's own).
-    adapters, stages: those of `all_terms_cost`.
+    ranks_per_node: ranks of the measured nodes, whose uplinks grow with it (default: the hardware's own). adapters,
+    stages: arguments of `all_terms_cost`.
     """
     computing = replace(named_hardware(hardware).in_nodes(ranks_per_node), compute_dtype_bytes=DTYPE_BYTES[precision])
     return all_terms_cost(shape, computing, adapters=adapters, stages=stages)

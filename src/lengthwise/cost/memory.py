@@ -40,8 +40,7 @@ def gathered_bytes(
     its gradients; where its two gradients meet, there are three.
 
     layer, words: parameters of a decoder layer, and of the embedding. ties: True if the head is the embedding; else it
-    has as many. ranks: ranks that gather together. casts: True if rows are wide and cast before the gather (not in
-    hybrid).
+    has as many. ranks: ranks that gather together. casts: True to cast wide rows before the gather (not in hybrid).
     """
     narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
     if not trains:
@@ -81,7 +80,7 @@ class StepMemory(ModelLayout):
     """The facts beside its tokens that determine the bytes of a step; `cost.capacity.memory_of` makes it.
 
     dtype_bytes: bytes of a parameter. logits_at_once: logits per loss chunk, None for all. fused_norms: True if norms
-    save input and result in the model's dtype, as fused kernels do; else the input in fp32 and normed values.
+    save input and result in the model's dtype; else the input in fp32 and normed values.
     """
 
     shape: ModelShape

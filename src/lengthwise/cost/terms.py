@@ -60,7 +60,7 @@ class Cost:
     copy_bytes_per_second: rate to or from the host, one direction, with the node's other ranks copying too.
     host_bytes: a device's part of the host memory for offload.
     reduced_bytes: bytes of gradients and parameters that the step's end moves per rank. ending: its other costs.
-    traffic: gathers and sums of every wave if parameters are sharded, else None.
+    traffic: collectives of every wave if parameters are sharded, else None.
     stages: pipeline stages of a rank, with coefficients of one stage; 0 for those of any plan.
     stage_bytes: bytes per token of activations sent from a stage to the next, between nodes.
     embedding_seconds, head_seconds: parts of `linear_seconds` of all stages, to cut layers; 0 if not measured.

@@ -289,8 +289,7 @@ def gathered(
     """Gather slices of buckets one by one; yield the numbers of parameters and their whole tensors. Collective.
 
     slices: this rank's slices of all buckets (`in_buckets`). transport: transport over the layout's ranks. device:
-    device of the gathered tensors, by default the slice's. Tensors of a bucket are views of one tensor, which the next
-    bucket does not touch.
+    device of the gathered tensors, by default the slice's. A bucket's tensors are views of one tensor of its own.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):

@@ -115,7 +115,7 @@ def plan_recomputed(
         ranks: number of ranks.
         cost: the costs of work.
         capacities: tokens that a rank holds, for each kind of recomputation to try.
-        options: for `plan_step`; their `recompute` is ignored.
+        options: options of `plan_step`; their `recompute` is ignored.
         plan_each: function that plans with one kind (default: `plan_step`).
 
     Raises:

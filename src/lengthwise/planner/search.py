@@ -152,7 +152,7 @@ class ScheduleSearch:
 
 
 def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: NDArray[np.int64]) -> Placed:
-    """Place rings by degree, then time, and backfill; `longest`: by time, then degree; `skyline`: widen to `widest`."""
+    """Place rings by degree, then time, and backfill. Way `longest`: by time first; `skyline`: widen to `widest`."""
     lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
     seconds = cost.ring_piece_seconds(lengths, degrees)
     is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # one that offloads on one rank is alone

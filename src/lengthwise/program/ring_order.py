@@ -38,7 +38,7 @@ def ring_order(first: int, degree: int, heads: int = 1) -> tuple[int, ...]:
 def interval_microbatch(
     first: int, degree: int, sequences: Sequence[int], shares: Sequence[float] | None = None
 ) -> Microbatch:
-    """Return a microbatch of one piece over [first, first + degree), in ring order; `shares`: in line order."""
+    """Return a microbatch of one piece over [first, first + degree), in ring order. shares: those in line order."""
     ranks = ring_order(first, degree)
     weights = None if shares is None else tuple(shares[rank - first] for rank in ranks)
     return Microbatch(pieces=(Piece(ranks=ranks, sequences=tuple(sequences), shares=weights),))

@@ -73,7 +73,7 @@ class Engine:
         return whole_model(self.model).config
 
     def steps(self, batches: Iterator[StepBatch], planner: StepPlanner | None = None) -> PlanAhead:
-        """Plan the steps of batches ahead, the same on all ranks. planner: replaces the engine's own."""
+        """Plan the steps of batches ahead, the same on all ranks. planner: planner in place of the engine's own."""
         return PlanAhead(
             batches,
             planner or self.planner,
@@ -139,7 +139,7 @@ class Engine:
         return sum(self.each_rank(own.loss_sum))
 
     def planned(self, batch: StepBatch, name: str, planner: StepPlanner | None = None) -> PlannedStep:
-        """Plan one batch. Collective. name: the step's name in messages. planner: replaces the engine's own."""
+        """Plan one batch. Collective. name: the step's name in messages. planner: in place of the engine's own."""
         steps = self.steps(iter([batch]), planner)
         try:
             planned = steps.next(name)

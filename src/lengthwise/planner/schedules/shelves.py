@@ -32,8 +32,7 @@ Floats = NDArray[np.float64]
 class Shelves:
     """Rings as (sequence, first rank, degree, seconds) in plan order, and the end of each rank's last ring.
 
-    limit_seconds: limit on placement's clocks, rather early. end_seconds: end with all stages, local work spread
-    evenly.
+    limit_seconds: limit on placement's clocks, rather early. end_seconds: end of all stages with even local work.
     """
 
     degrees: NDArray[np.int64]

@@ -27,7 +27,7 @@ class StepPlanning:
     """Plans the steps of a run.
 
     capacities: tokens that a rank's device holds in a microbatch, by kind of recomputation to choose from.
-    offload_ratio: ratio of every microbatch, None for the ratio that `options` and each microbatch need.
+    offload_ratio: ratio of every microbatch, None for what `options` and each one need.
     measured: measurements behind the capacities, None for given ones. notes: notes of every plan.
     """
 
@@ -165,8 +165,7 @@ def step_planning(
 ) -> StepPlanning:
     """Return the planning of steps in a layout.
 
-    cost: costs with whole parameters and the optimizer on every device. offload: off, auto, or every microbatch's
-    ratio.
+    cost: costs with whole parameters and optimizer on every device. offload: off, auto, or every microbatch's ratio.
     choices: further fields of `PlanOptions`.
     """
     is_given = not isinstance(offload, str)
