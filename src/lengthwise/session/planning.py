@@ -97,8 +97,7 @@ class SessionPlanning:
         return self.whole if loss.whole_logits else self.chunked
 
     def suits(self, plan: Plan, loss: LossKind) -> bool:
-        """Return whether a plan is for these ranks, fits into memory with the loss, and shares prefixes only if it may.
-        """
+        """Return whether a plan is for these ranks, fits into memory with the loss, and shares only if it may."""
         fits = not loss.whole_logits or self.whole.notes.items() <= plan.notes.items()
         shares = self._may_share(loss) or not plan.parents
         return plan.ranks == self.chunked.ranks and fits and shares
