@@ -145,7 +145,8 @@ class LoopOptimizer(SlicedOptimizer):
         self.withheld.show(self.with_gradient)
         with torch._C.DisableTorchFunctionSubclass():
             for name, piece in self._pieces.items():
-                piece.__class__, piece.bring = SliceOfParameter, self._bring_weights
+                piece.__class__ = SliceOfParameter
+                vars(piece)["bring"] = self._bring_weights
                 shown = self._gradient_of[name] if name in self.with_gradient else None
                 if piece.grad is not shown:
                     piece.grad = shown
