@@ -19,6 +19,7 @@ from lengthwise.engine import shortage
 from lengthwise.engine.measuring import SmallPasses
 from lengthwise.engine.norm import clip_factor
 from lengthwise.run.building import open_session
+from lengthwise.run.verify_batch import held_before_measuring
 from lengthwise.session import capacity as room
 from lengthwise.session import engine as session_engine
 from lengthwise.session.source import PlannedStep
@@ -249,3 +250,9 @@ def test_the_ratio_that_is_told_is_enough(tmp_path, monkeypatch, capsys):
     assert told is not None
     offload = {"store": "disk", "path": str(tmp_path), "ratio": float(told[1])}
     run(tmp_path, rows=rows, recompute=told[2], offload=offload)
+
+
+@pytest.mark.parametrize(("planner", "held"), [("lengthwise", 4096), ("packed-dp", 5000)])
+def test_verify_holds_the_longest_sequence_before_anything_is_measured(tmp_path, planner, held):
+    path = write_run(tmp_path, make_rows([5000, 12]), planner=planner, capacity_tokens="auto")
+    assert held_before_measuring(job_of(path, ranks=2)) == held

@@ -74,3 +74,9 @@ def test_a_session_without_measured_costs_plans_the_same_beside_a_slow_rank():
     assert [planned.observe(RanStep(plan=plan, busy_seconds=(5.0, 1.0, 1.0, 1.0))) for _ in range(30)] == [None] * 30
     predicted = plan.notes["predicted_seconds"] + TRUE.step_end_seconds(RANKS)
     assert planned.predicted_step_seconds(plan) == pytest.approx(predicted)
+
+
+def test_stages_of_a_plan_s_rank_are_not_compared():
+    planning = StepPlanning(ranks=2, cost=TRUE, capacities={"none": 2048}, options=PlanOptions(layers=2))
+    ran, slow = RanStep(plan=planning.plan([900, 400]), busy_seconds=(5.0, 1.0, 1.0, 1.0)), SlowRanks()
+    assert [slow.observe(planning, ran) for _ in range(9)] == [None] * 9

@@ -471,7 +471,7 @@ def test_a_loss_that_becomes_a_mean_is_refused_whatever_it_is_made_of():
 def test_a_compute_loss_that_is_a_mean_is_refused_on_all_ranks_when_it_becomes_one(options, ranks, tmp_path):
     """And is called for this when it is new, in which its divisor does not count."""
 
-    def of(model, inputs, divisor, word):
+    def of(model, inputs, divisor, word, given=None):
         calls.append(inputs["labels"].numel())
         found = model(**inputs, num_items_in_batch=divisor if word == "sum" else None).loss
         return found if word == "sum" else found / divisor
@@ -479,10 +479,11 @@ def test_a_compute_loss_that_is_a_mean_is_refused_on_all_ranks_when_it_becomes_o
     def work(rank):
         model, rows = small_model(), rows_of([20, 30], 1)
         with Session(model, SGD(model.parameters()), capacity_tokens=128, **options) as session:
-            session.backward(rows, compute_loss=partial(of, divisor=50.0, word="sum"))
+            session.backward(rows, compute_loss=partial(of, divisor=50.0, word="sum", given={"of": torch.zeros(2)}))
             first = len(calls)
             for divisor in (40.0, 30.0):
-                session.backward(rows, compute_loss=partial(of, divisor=divisor, word="sum"))
+                of_step = {"divisor": divisor, "given": {"of": torch.ones(2)}}
+                session.backward(rows, compute_loss=partial(of, **of_step, word="sum"))
             later = len(calls) - first
             word = f"mean of rank {rank}"
             with pytest.raises(LengthwiseError, match="compute_loss: expected a microbatch's share"):

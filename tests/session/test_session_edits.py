@@ -369,6 +369,16 @@ def other_data(loop):
         weight.data = before
 
 
+def write_data_both_ways(loop):
+    clamp_weights(loop)
+    loop.model.lm_head.weight.data.mul_(0.5)
+    try:
+        loop.step()
+    finally:
+        loop.model.lm_head.weight.data.mul_(2.0)
+        loop.session.evaluate(FIRST)
+
+
 def write_both_ways(loop):
     clamp_weights(loop)
     loop.model.lm_head.weight.detach().mul_(0.5)
@@ -397,6 +407,7 @@ REFUSED = [
     (another_group, "other groups"),
     (freeze_a_slice, "a frozen parameter"),
     (other_data, r"lm_head.weight: expected its \.data in place"),
+    (write_data_both_ways, "both at once"),
     (own_backward, "backward outside of the session"),
     (own_backward_before, "a gradient of .* from a plain backward"),
     (own_backward_alone, "a gradient of .* from a plain backward"),
@@ -538,6 +549,19 @@ def test_slices_have_what_a_loop_wrote_by_name_once_the_session_has_run(tmp_path
             return any(bool(each.any()) for each in unlike)
 
     assert in_ranks(work, 2, tmp_path) == [False, False]
+
+
+def test_slices_take_what_a_loop_wrote_by_data_before_it_changes_them(tmp_path):
+    def work(_rank):
+        with (loop := Planned(small_model(), {"shard": "zero1"})).session, torch.no_grad():
+            for each in loop.model.parameters():
+                each.data.fill_(0.5)
+            for each in members(loop):
+                each.mul_(0.5)
+            loop.evaluate(FIRST)
+        return max(float((each.detach() - 0.25).abs().max()) for each in loop.model.parameters())
+
+    assert in_ranks(work, 2, tmp_path) == [0.0, 0.0]
 
 
 def test_both_copies_of_a_frozen_tied_weight_are_changed_by_either_name(tmp_path):

@@ -332,7 +332,6 @@ class FedSteps:
     known: StoredDataset
     config: RunConfig
     is_known: bool = False
-    first_lengths: None = None
 
     @property
     def num_steps(self) -> int:

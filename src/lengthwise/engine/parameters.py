@@ -346,6 +346,10 @@ class Parameters:
         if self.keeps_values:
             self._trained.take_changes()
 
+    def norm_of_values(self) -> float:
+        """Return the norm of this rank's part of the model's values, or 0.0 if they are the master weights."""
+        return self._trained.norm() if self.keeps_values else 0.0
+
     def tensors(self) -> list[Tensor]:
         """Return all tensors that are kept between steps, except frozen ones of a model that keeps its values."""
         own = [*self._trained.copies, self.grads, self.grad_shard, self.master_weights]

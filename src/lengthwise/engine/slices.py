@@ -257,6 +257,12 @@ class Slices:
                 self.values[place][there] = now[there].to(self.values.dtype)
                 before.copy_(now)
 
+    def norm(self) -> float:
+        """Return the norm of this rank's part of the model's values, or 0.0 if they are the exact values."""
+        own = [own for own, _ in self._mine(self.of_node, self._in_order())]
+        norms = torch._foreach_norm(own, 2, dtype=torch.float64) if own else [torch.zeros(())]
+        return torch.linalg.vector_norm(torch.stack(norms)).item()
+
 
 def _by_dtype(names: Iterable[str], dtypes: Mapping[str, torch.dtype], given: Mapping[str, nn.Parameter]) -> list[str]:
     """Sort names by dtype, those of the fewest entries first: backward sums the last bucket first, and all after it."""

@@ -18,21 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from lengthwise.comm import Mesh, Pending
-from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import LayerCut
 from lengthwise.models import Chunk, ModelStage
 from lengthwise.offload import ActivationSaver
 from lengthwise.program.step_program import Message, Place, Turn
 
 UNWAITED_A_STAGE = 2  # grouped calls per stage whose sent tensors a rank keeps
-_ONE_TOKEN = Plan(
-    ranks=1,
-    layers=1,
-    capacity=1,
-    tokens=(1,),
-    microbatches=(Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),)),),
-    requires=(),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

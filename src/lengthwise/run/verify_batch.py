@@ -54,8 +54,8 @@ class VerifyBatch:
 
 def held_before_measuring(job: Job) -> int:
     """Return the capacity of a rank in tokens: that of the run, or one with which the longest sequence fits."""
-    given, longest = job.config.capacity_tokens, -(-job.longest_tokens // job.replicas)
-    return max(_UNMEASURED_TOKENS, longest) if given == "auto" else given
+    given, sharing = job.config.capacity_tokens, 1 if job.config.planner == PACKED_DP else job.replicas
+    return max(_UNMEASURED_TOKENS, -(-job.longest_tokens // sharing)) if given == "auto" else given
 
 
 def whole_batch(job: Job, planning: StepPlanning, plan: Plan | None = None) -> VerifyBatch:
@@ -77,10 +77,8 @@ def part_of_batch(job: Job, planning: StepPlanning) -> VerifyBatch:
     lengths = [int(job.dataset.lengths[row]) for row in rows]
     longest, held, cost = lengths[0], max(planning.capacities.values()), planning.cost
     while longest > _LEAST * job.replicas:
-        if (
-            _seconds(job, cost, [*_cut(lengths, longest, longest // 4), longest, longest]) <= SECONDS
-        ):  # two may be added
-            break
+        if _seconds(job, cost, [*_cut(lengths, longest, longest // 4), *(longest, longest)]) <= SECONDS:
+            break  # two may be added
         longest //= 2
     cuts = job.replicas > 1 and job.config.planner != PACKED_DP
     capacity = min(held, max(3 * longest // 4, -(-longest // job.replicas) + 1) if cuts else longest)

@@ -121,7 +121,7 @@ class Agreement:
         if updates is not None and tied is not None and tied.requires_grad:
             tied_name = updates.withheld.name_of(tied)
         without = updates is not None and tied_name not in {"", *updates.with_gradient}
-        is_both = updates is not None and updates.has_edited_weights and bool(changed)
+        is_both = updates is not None and updates.has_edited_weights and (bool(changed) or updates.has_edited_both())
         own = [float(wrong is not None), float(is_tied), norm, float(without), float(is_both), float(allows)]
         assert len(own) == _OWN, own
         rows = share_numbers(self._transport, [*own, *map(_digest, did.values())])

@@ -77,7 +77,7 @@ class Slice(Tensor):
         slices = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Slice))
         bring = next((each.bring for each in slices if each.bring is not None), None)
         with torch._C.DisableTorchFunctionSubclass():
-            if bring is not None:
+            if bring is not None and not of_attribute:
                 bring()
             return tree_map(partial(guarded, bring=bring), func(*args, **kwargs))
 

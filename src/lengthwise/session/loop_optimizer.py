@@ -43,6 +43,7 @@ class LoopOptimizer(SlicedOptimizer):
         self.edits = 0
         self.with_gradient = set[str]()  # names of parameters
         self._seen_gradients = self._seen_weights = 0  # versions of both with the session's own changes
+        self._norm: float | None = None  # of the model's values when the loop first used the weights of a slice
         self._gradient_of = {
             name: guarded(self._gradients[run.start : run.stop], self._bring_gradients)
             for name, run in self._runs.items()
@@ -84,7 +85,16 @@ class LoopOptimizer(SlicedOptimizer):
 
     def see_weights(self) -> None:
         """Count changes of weights from here."""
-        self._seen_weights = self.parameters.master_weights._version
+        self._seen_weights, self._norm = self.parameters.master_weights._version, None
+
+    def has_edited_both(self) -> bool:
+        """Return whether the loop wrote to the model's own values, such as by `.data`, after it used slices."""
+        return self._norm is not None and self._norm != self.parameters.norm_of_values()
+
+    def _bring_weights(self) -> None:
+        if self._norm is None:  # what the loop wrote to the model before
+            self.take_changes()
+            self._norm = self.parameters.norm_of_values()
 
     def _bring_gradients(self) -> None:
         if self._is_behind:  # then the loop has changed none since
@@ -135,6 +145,7 @@ class LoopOptimizer(SlicedOptimizer):
         with torch._C.DisableTorchFunctionSubclass():
             for name, piece in self._pieces.items():
                 piece.__class__ = SliceOfParameter
+                vars(piece)["bring"] = self._bring_weights
                 shown = self._gradient_of[name] if name in self.with_gradient else None
                 if piece.grad is not shown:
                     piece.grad = shown

@@ -16,12 +16,11 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
-from numbers import Number
+from itertools import islice
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -357,10 +356,12 @@ def _short_row(batch: RowBatch) -> dict[str, Any]:
     return found | {"labels": found["input_ids"]}
 
 
-def _known_by(function: object) -> object:
-    """Return a function's key: itself; of a partial its parts without numbers, which differ by step."""
-    if not isinstance(function, partial):
-        return function
-    given = (*function.args, *chain.from_iterable(sorted(function.keywords.items())))
-    kept = [each for each in given if isinstance(each, bool) or not isinstance(each, Number | Tensor)]
-    return _known_by(function.func), kept
+def _known_by(given: object) -> object:
+    """Return what makes a function another one: itself; of a partial its parts. Numbers and tensors differ by step."""
+    if isinstance(given, partial):
+        return _known_by(given.func), _known_by(given.args), _known_by(given.keywords)
+    if isinstance(given, Mapping):
+        return {key: _known_by(each) for key, each in given.items()}
+    if isinstance(given, list | tuple):
+        return [_known_by(each) for each in given]
+    return given if callable(given) or isinstance(given, str | bool | None) else type(given)

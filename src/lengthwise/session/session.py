@@ -53,7 +53,7 @@ class Session(SavedSession):
             evaluates. For a `StoredModel` the values of a run file's section, {"name": "adamw"}: `session.optimizer`
             then has `step(lr)`, which also clears the gradients.
         lengths: tokens of the coming sequences, where known: they decide the layout, the stages and the planner
-            `static`.
+            `static`, and a longest one that no plan holds is refused.
         batch_tokens: maximum tokens of a global batch, where known.
         capacity_tokens: maximum tokens of a rank in one microbatch; auto measures it by small passes.
         shard: zero1: each rank has all parameters; zero3: each rank keeps its part, and the model has no values between

@@ -148,8 +148,8 @@ def resolve(
     recompute = settings.recompute if capacity is None or settings.recompute != "auto" else "none"
     kinds = model.kinds if recompute == "auto" else [recompute]
     seconds: LayoutSeconds | None = None
-    is_timed = machine.on_gpus and model.trained != 0 and lengths
-    if is_timed and room_bytes is not None and cost is not None:
+    is_timed = machine.on_gpus and model.trained != 0
+    if is_timed and lengths and room_bytes is not None and cost is not None:
         seconds = layout_seconds(
             lengths,
             cost,

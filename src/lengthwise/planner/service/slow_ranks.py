@@ -34,6 +34,8 @@ class SlowRanks:
 
     def observe(self, planning: StepPlanning, step: RanStep) -> str | None:
         """Note a finished step; return a note the first time that ranks differ in speed."""
+        if len(step.busy_seconds) != step.plan.ranks:  # several stages are one rank of a plan
+            return None
         self._steps = [*self._steps[-STEPS:], step]
         self.speeds = rank_speeds(planning.cost, self._steps[_WARM_UP_STEPS:])
         if self.speeds is None or self._has_said:
