@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lengthwise.comm import Transport, broadcast_bytes, from_first, on_first_rank
-from lengthwise.core.errors import ModelRefused
+from lengthwise.comm import Transport, broadcast_bytes, from_first, on_first_rank, raise_together
+from lengthwise.core.errors import Collector, ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.cost import Cost, check_host
 from lengthwise.engine.optimizer import SlicedOptimizer
@@ -70,9 +70,7 @@ def open_session(
     known: dict[str, Any] = {"lengths": lengths, "batch_tokens": batch_tokens}
     settings = check_settings(model, optimizer, given, seed=seed, timeout_seconds=timeout_seconds, **known)
     ranks = ranks or join_ranks(settings.device, timeout_seconds, closing)
-    cost, note = cost_of(settings, ranks.transport.world_size)
-    if note is not None and not ranks.transport.rank:
-        ranks.say(note)
+    cost = _cost(settings, ranks)
     settings = with_layout(settings, ranks, cost)
     settings, rows = _read(settings, ranks)
     _refuse_not_finite(settings.model, ranks.transport)
@@ -88,13 +86,28 @@ def open_session(
     planning = planning_of(engine, updates, cost, settings, takes_any_loss=not ranks.is_run)
     if ranks.is_run and not ranks.transport.rank and planning.ahead.measured is not None:
         ranks.say(f"capacity of a rank: {capacities_sentence(planning.ahead.measured, settings.batch_tokens)}")
-    if lengths:
-        end_bytes = 0.0 if updates is None else updates.pending_bytes()[1]
-        check_longest(engine, settings, planning.ahead, max(lengths), end_bytes=end_bytes)
+    end_bytes = 0.0 if updates is None else updates.pending_bytes()[1]
+    check_longest(engine, settings, planning.ahead, max(lengths, default=0), end_bytes=end_bytes)
     engine.start_offloading()
     if ranks.planner is not None:
         engine.planner = planning.start(ranks.planner)
     return Opened(settings=settings, ranks=ranks, engine=engine, optimizer=updates, planning=planning)
+
+
+def _cost(settings: SessionSettings, ranks: SessionRanks) -> Cost:
+    """Return the costs of this rank; rank 0 says if they are another device's. Collective.
+
+    Raises:
+        ConfigError, Problems: a rank cannot read the file of measurements; raised on all ranks.
+    """
+    problems, transport = Collector(), ranks.transport
+    found = problems.attempt(lambda: cost_of(settings, transport.world_size))
+    raise_together(transport, problems.problems)
+    assert found is not None, "else there are problems"
+    cost, note = found
+    if note is not None and not transport.rank:
+        ranks.say(note)
+    return cost
 
 
 def with_layout(settings: SessionSettings, ranks: SessionRanks, cost: Cost) -> SessionSettings:
