@@ -1,7 +1,9 @@
 """Fused layers: which runs have them, what is exchanged in which model; plain functions stand for Liger's."""
 
 import copy
+import re
 import sys
+import threading
 from collections import Counter
 from dataclasses import replace
 from types import ModuleType
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from testing import build_pair, family_difference, make_plan, put_forwards, tiny_family_config
+from testing.strict import StrictWorld
 from transformers.models.llama import modeling_llama
 
 from lengthwise.core.errors import ConfigError
@@ -20,9 +23,9 @@ from lengthwise.models.fused_layers import (
     FUSED_FAMILIES,
     FusedKernels,
     FusedNeeds,
+    choose_forwards,
     choose_fused,
     fused_forwards,
-    liger_kernels,
 )
 from tiers import some
 
@@ -156,19 +159,44 @@ def test_a_run_on_the_cpu_has_none_and_says_nothing():
         compute_so(model, Computing(fused_layers="liger"), CPU, dtype=torch.float32)
 
 
-def test_a_run_on_a_gpu_says_what_is_exchanged_and_by_what(monkeypatch):
-    """The device is only looked at: the module of Liger's functions is a stub."""
-    stub, plain = ModuleType("liger_kernel.transformers.functional"), PlainKernels()
+def half_gradient(*given):
+    return PlainKernels().liger_swiglu(*given).lerp(PlainKernels().liger_swiglu(*given).detach(), 0.5)
+
+
+WRONG = {
+    "liger_rms_norm": (lambda x, w, eps, offset, casting, in_place: x * w, "LlamaRMSNorm, bfloat16: out is off by 0."),
+    "liger_swiglu": (half_gradient, "LlamaMLP, bfloat16: gradient of gate is off by 0.5 of its norm"),
+    "liger_rope": (lambda q, k, *_, unsqueeze_dim: (q, k), "LlamaAttention, bfloat16: q is off by"),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG, "missing on rank 1"])
+def test_liger_computes_if_it_is_right_on_every_rank(wrong, monkeypatch):
+    """The module of Liger's functions is a stub; the proof runs on the CPU, which passes for a GPU."""
+    stub, plain, here, found = ModuleType("liger_kernel.transformers.functional"), PlainKernels(), threading.local(), {}
     for name in ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope"):
         setattr(stub, name, getattr(plain, name))
+    if wrong in WRONG:
+        setattr(stub, wrong, WRONG[wrong][0])
     for name in ("liger_kernel", "liger_kernel.transformers"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", stub)
-    monkeypatch.setattr("lengthwise.models.computing.installed_version", lambda package: "0.8.5")
-    pair, said = build_pair("llama", tiny_family_config("llama")), []
-    compute_so(pair["planned"], Computing(), torch.device("cuda"), dtype=torch.bfloat16, say=said.append)
-    exchanged = "2 attentions (RoPE), 2 gated MLPs, 5 norms"
-    assert said == [f"fused layers: liger ({exchanged}); because liger-kernel 0.8.5 is installed"]
-    assert family_difference(pair, PLAN, LENGTHS, precision="fp64").gradient < 1e-12
-    assert plain.calls["norm"]
-    assert liger_kernels().rope == plain.liger_rope
+
+    def work(transport):
+        here.rank, model = transport.rank, build_pair("llama", tiny_family_config("llama"))["planned"]
+        version = None if (wrong, here.rank) == ("missing on rank 1", 1) else "0.8.5"
+        for asked in ("auto", "liger") if wrong in WRONG else ("auto",):
+            try:
+                found[here.rank, asked] = choose_forwards(model, asked, needs(liger=version), CPU, transport)
+            except ConfigError as refused:
+                found[here.rank, asked] = {}, refused.got
+
+    StrictWorld(2).run(work)
+    for forwards, said in found.values():
+        if wrong is None:
+            assert said.startswith("liger (2 attentions (RoPE), 2 gated MLPs, 5 norms); because liger-kernel 0.8.5 is ")
+            assert re.search(r"; proved in \d+\.\d\d s$", said)
+            assert len(forwards) == 9
+        else:
+            assert forwards == {}
+            assert (f"rank 0: {WRONG[wrong][1]}" if wrong in WRONG else "rank 1: liger-kernel is not installed") in said

@@ -14,7 +14,7 @@ from lengthwise.core.errors import LengthwiseError, NumericError
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.slices import Slices
 from lengthwise.models import computing, keep_double
-from lengthwise.models.fused_layers import FusedKernels
+from lengthwise.models.fused_layers import FusedKernels, fused_forwards
 from lengthwise.session import Session
 from tiers import more
 
@@ -65,9 +65,12 @@ def plain_kernels(calls):
 def test_layers_compute_as_asked_in_steps_alone(options, ranks, tmp_path, monkeypatch):
     """A forward that the user has put on a module stays; between steps the model is plain."""
     monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
-    monkeypatch.setattr(computing, "choose_fused", lambda asked, _: ("liger" if asked == "liger" else "off", "a test"))
     calls = []
-    monkeypatch.setattr(computing, "liger_kernels", lambda: plain_kernels(calls))
+
+    def forwards(model, asked, *_):
+        return fused_forwards(model, plain_kernels(calls)) if asked == "liger" else ({}, "off; because this is a test")
+
+    monkeypatch.setattr(computing, "choose_forwards", forwards)
 
     def work(_rank):
         model = small_model()

@@ -1,6 +1,6 @@
 """Choose a run's attention kernel once, by name or by `abilities.order_of`, and report it with the reason.
 
-The kernel is compared with plain attention on the device (`proof`); no rank uses one that fails on any rank.
+The kernel is proved on the device (`proof`); no rank uses one that fails on any rank.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from lengthwise.attention.abilities import (
 from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockKernel, FlashCpuKernel, ReferenceKernel
-from lengthwise.attention.proof import fault_of
+from lengthwise.attention.proof import Proof, faults_of_ranks
+from lengthwise.attention.proof_cases import prove_kernel
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, VarlenKernel
+from lengthwise.comm import Transport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.packages import installed_version
 
@@ -51,13 +53,12 @@ def choose_kernel(
     kv_heads: int = 1,
     implementation: str = "auto",
     say: Callable[[str], None] | None = None,
-    agree: Callable[[Faults], Faults] | None = None,
+    transport: Transport | None = None,
 ) -> BlockKernel:
     """Return the fastest kernel for `device` that takes the model, or the named one.
 
     say: called with the choice and its reason, and with wrong kernels that are not used. If None, wrong ones are Python
-    warnings. agree: returns the faults of all ranks, the same on all; every rank calls it. If None, this rank decides
-    alone.
+    warnings. transport: of all ranks, which choose together. If None, this rank chooses alone.
 
     Raises:
         ConfigError: the named kernel cannot be used here or is wrong, or every kernel is wrong.
@@ -71,9 +72,8 @@ def choose_kernel(
     faults: dict[str, str] = {}
     while True:
         name, reason = _chosen(abilities, needs, implementation, faults)
-        found = _fault(name, needs, device)
-        own = {} if found is None else {name: found}
-        new = own if agree is None else agree(own)
+        proof = _proof(name, needs, device)
+        new = faults_of_ranks(transport, {name: proof.fault})
         if not new:
             break
         for wrong, fault in new.items():
@@ -81,7 +81,7 @@ def choose_kernel(
         faults |= new
     kernel = _build(name, on_gpu=abilities is not None)
     if say is not None:
-        say(f"attention kernel: {kernel.name}; because {reason}")
+        say(f"attention kernel: {kernel.name}; because {reason}; {proof}")
     return kernel
 
 
@@ -142,8 +142,8 @@ def _chosen(
 
 
 @cache
-def _fault(name: str, needs: AttentionNeeds, device: torch.device) -> str | None:
-    return fault_of(_build(name, on_gpu=device.type != "cpu"), needs, device)
+def _proof(name: str, needs: AttentionNeeds, device: torch.device) -> Proof:
+    return prove_kernel(_build(name, on_gpu=device.type != "cpu"), needs, device)
 
 
 def _warned(say: Callable[[str], None] | None, line: str) -> None:

@@ -7,9 +7,10 @@ the attention's forward. Liger's loss is not used: docs/decisions/own-chunked-lo
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -18,8 +19,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lengthwise.attention import Case, Proof, by_autograd, faults_of_ranks, prove
+from lengthwise.comm import Transport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.packages import release_of
+from lengthwise.models.families import attention_heads
 
 LEAST_LIGER = (0, 8, 5)  # the release that was tested
 
@@ -27,6 +31,8 @@ Forwards: TypeAlias = Mapping[nn.Module, Callable[..., Any]]
 """Forwards in place of those of the modules' classes."""
 
 _ROPE = "apply_rotary_pos_emb"
+_ROWS = 72  # of a proof's inputs
+_NARROW, _MANY_ROWS = 256, 40_000  # narrow norms, as of heads, run by another kernel of Liger from 32,768 rows
 _KNOWN_MODULES = ("transformers.", "liger_kernel.")  # packages whose classes compute as their family
 _INSTALL = f"pip install 'liger-kernel>={'.'.join(map(str, LEAST_LIGER))}'"
 
@@ -117,6 +123,34 @@ def liger_kernels() -> FusedKernels:
     )
 
 
+def choose_forwards(
+    model: Any, asked: str, needs: FusedNeeds, device: torch.device, transport: Transport | None = None
+) -> tuple[Forwards, str]:
+    """Return fused forwards, if they are right on every rank, and what they replace, or why not. Collective on GPUs.
+
+    transport: if None, this rank chooses alone.
+
+    Raises:
+        ConfigError: Liger is asked for, and is not available or is wrong.
+    """
+    name, reason = choose_fused(asked, needs)
+    if asked == "off" or not (needs.on_gpu or name == "liger"):
+        return {}, f"off; because {reason}"
+    forwards, done, proof = dict[nn.Module, Any](), "", Proof(fault=reason, seconds=0.0)
+    if name == "liger":
+        forwards, done = fused_forwards(model, liger_kernels())
+        proof = prove(_cases(model, forwards, needs.dtype, device), needs.dtype, device)
+    against = faults_of_ranks(transport, {"liger": proof.fault}).get("liger")
+    if against is None:
+        return forwards, f"liger ({done}); because {reason}; {proof}"
+    if name == "liger":
+        against = f"a function of Liger is wrong or missing: {against}"
+    if asked == "liger":
+        expected, remedy = "functions of Liger that compute as transformers does", "Set fused_layers: auto."
+        raise ConfigError("fused_layers", expected=expected, got=against, remedy=remedy)
+    return {}, f"off; because {against}"
+
+
 def fused_forwards(model: Any, kernels: FusedKernels) -> tuple[Forwards, str]:
     """Return fused forwards for the norms, MLPs and attentions of a model of a known family, and what they replace.
 
@@ -140,6 +174,50 @@ def fused_forwards(model: Any, kernels: FusedKernels) -> tuple[Forwards, str]:
             forwards[module] = partial(_with_global(_forward(module), _ROPE, partial(_rope, kernels.rope)), module)
             found["attentions (RoPE)"] += 1
     return forwards, ", ".join(f"{number} {what}" for what, number in found.items()) or "no layer of this model"
+
+
+def _cases(model: Any, forwards: Mapping[Any, Any], dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Yield a call of every class and size of fused modules, with the class's own forward as the reference."""
+    random, heads = torch.Generator().manual_seed(0), attention_heads(model.config)
+    half = next(len(each) for name, each in model.named_buffers() if name.endswith("inv_freq"))
+    angles = torch.arange(_ROWS, device="cpu")[:, None] * torch.linspace(0, 1, half, device="cpu").repeat(2)
+    turns = [each[None].to(device, dtype) for each in (angles.cos(), angles.sin())]
+    for module, forward in {(type(each), str(each)): (each, forwards[each]) for each in forwards}.values():
+        own: Any = _forward(module)
+        if _ROPE in _names(module):
+            sizes = {name: (1, _ROWS, number, module.head_dim) for name, number in zip("qk", heads, strict=True)}
+            runs = [partial(_turned, each.__globals__[_ROPE], turns) for each in (forward.func, own)]
+        else:
+            runs = [partial(_alone, module, *each) for each in ((forward.func, *forward.args[1:]), (own,))]
+            if hasattr(module, "down_proj"):
+                sizes = dict.fromkeys(("gate", "up"), (1, _ROWS, module.down_proj.in_features))
+            else:
+                width = module.weight.shape[-1]
+                sizes = {"x": (1, _ROWS if width > _NARROW else _MANY_ROWS, width), "weight": (width,)}
+        inputs = {
+            name: torch.randn(size, generator=random, device="cpu", dtype=torch.float32).to(device, dtype)
+            for name, size in sizes.items()
+        }
+        yield Case(name=type(module).__name__, run=partial(by_autograd, *runs, inputs))
+
+
+def _turned(rope: Callable[..., Any], turns: list[Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn queries and keys that lie in memory as in a model, where Liger works in place."""
+    q, k = (x.transpose(1, 2) for x in inputs.values())
+    return dict(zip("qk", rope(q, k, *(each.to(q.dtype) for each in turns)), strict=True))
+
+
+def _alone(module: nn.Module, forward: Callable[..., Tensor], *arguments: Any) -> dict[str, Tensor]:
+    """Run a forward of a norm, or of an MLP without projections, with two inputs in place of the module's values."""
+    alone, (first, second) = copy.copy(module), arguments[-1].values()
+    vars(alone).update(
+        weight=second,
+        gate_proj=lambda _: first,
+        up_proj=lambda _: second,
+        gate_up_proj=lambda _: torch.cat((first, second), dim=-1),
+        down_proj=lambda x: x,
+    )
+    return {"out": forward(alone, *arguments[:-1], first)}
 
 
 def _gate(config: Any) -> str | None:

@@ -154,7 +154,7 @@ def build(
 ) -> Trained:
     """Build a model with random weights, its parameters and optimizer, to be measured. Collective."""
     model = build_model(source, seed=0, stored=transport.rank == 0)
-    compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
+    compute_so(model, computing or Computing(), world.device, transport, dtype=DTYPES[precision])
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
     parameters = lay_parameters(model, transport, Sharding(dtype=DTYPES[precision], device=world.device))
     return model, parameters, sliced_optimizer(OptimizerConfig(), model, parameters, transport.rank)
