@@ -100,9 +100,7 @@ def test_scores_that_are_capped_go_to_the_kernel_that_can():
             gpu_kernel(abilities, capped, implementation=name)
         assert refused.value.got == f"{name}: {why}and this kernel does not"
     assert isinstance(choose_kernel(CPU, capped=True, say=said.append), ReferenceKernel)
-    assert said[0].startswith(
-        f"attention kernel: {kernel.name}; because the run computes on the CPU, and {slow}; proved"
-    )
+    assert said[0].startswith(f"attention kernel: {kernel.name}; because the run computes on the CPU, and {slow}; ")
 
 
 def test_the_package_flash_attn_caps_scores_where_it_is_there_and_right(monkeypatch):
@@ -112,10 +110,8 @@ def test_the_package_flash_attn_caps_scores_where_it_is_there_and_right(monkeypa
     assert (kernel.name, kernel.caps_scores) == ("flash attention 2 of flash-attn, varlen", True)
     assert reason == "this model caps its scores by tanh (softcap), which the package flash-attn does"
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)  # cannot be imported
-    assert (
-        "causal block of 72 tokens, heads of 128, bfloat16: ModuleNotFoundError"
-        in prove_kernel(kernel, capped, CPU).fault
-    )
+    fault = prove_kernel(kernel, capped, CPU).fault
+    assert "causal block of 72 tokens, heads of 128, bfloat16: ModuleNotFoundError" in fault
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", ReferenceFlashAttn())
     assert prove_kernel(kernel, capped, CPU).fault is prove_kernel(kernel, BF16, CPU).fault is None
     for abilities, needs, faults, against in (

@@ -2,11 +2,9 @@
 
 import copy
 import re
-import sys
 import threading
 from collections import Counter
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,11 +15,10 @@ from transformers.models.llama import modeling_llama
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
-from lengthwise.models import Computing, compute_so
+from lengthwise.models import Computing, compute_so, fused_layers
 from lengthwise.models.families import FAMILIES
 from lengthwise.models.fused_layers import (
     FUSED_FAMILIES,
-    FusedKernels,
     FusedNeeds,
     choose_forwards,
     choose_fused,
@@ -41,9 +38,6 @@ class PlainKernels:
 
     def __init__(self):
         self.calls = Counter()
-        self.kernels = FusedKernels(
-            rms_norm=self.liger_rms_norm, swiglu=self.liger_swiglu, geglu=self.liger_geglu, rope=self.liger_rope
-        )
 
     def __deepcopy__(self, _memo):  # as functions, it is not copied with a model
         return self
@@ -79,7 +73,7 @@ class PlainKernels:
 def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
     """In fp64, over a ring and a pack: each formula, offset and epsilon, and that each module was exchanged."""
     pair, plain = build_pair(family, tiny_family_config(family)), PlainKernels()
-    said = put_forwards(pair["planned"], fused_forwards(pair["planned"], plain.kernels))
+    said = put_forwards(pair["planned"], fused_forwards(pair["planned"], plain))
     found = family_difference(pair, PLAN, LENGTHS, precision="fp64")
     assert found.loss < 1e-13
     assert found.gradient < 1e-12
@@ -93,7 +87,7 @@ def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
 
 def test_fused_layers_run_again_in_backward():
     pair, plain = build_pair("qwen3", tiny_family_config("qwen3")), PlainKernels()
-    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain.kernels))
+    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain))
     microbatches = tuple(replace(each, recompute="layer") for each in PLAN.microbatches)
     found = family_difference(pair, replace(PLAN, microbatches=microbatches), LENGTHS, precision="fp64")
     assert found.gradient < 1e-12
@@ -104,7 +98,7 @@ def test_only_this_model_is_changed_and_a_copy_runs_its_own_modules():
     """`verify` has a plain model beside it, and Liger's own patches would change both."""
     pair, plain = build_pair("llama", tiny_family_config("llama")), PlainKernels()
     rope = modeling_llama.apply_rotary_pos_emb
-    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain.kernels))
+    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain))
     assert modeling_llama.apply_rotary_pos_emb is rope
     assert not any("forward" in vars(module) for module in pair["plain"].modules())
     other = copy.deepcopy(pair["planned"])
@@ -166,21 +160,17 @@ def half_gradient(*given):
 WRONG = {
     "liger_rms_norm": (lambda x, w, eps, offset, casting, in_place: x * w, "LlamaRMSNorm, bfloat16: out is off by 0."),
     "liger_swiglu": (half_gradient, "LlamaMLP, bfloat16: gradient of gate is off by 0.5 of its norm"),
-    "liger_rope": (lambda q, k, *_, unsqueeze_dim: (q, k), "LlamaAttention, bfloat16: q is off by"),
+    "liger_rope": (lambda q, k, *_: (q, k), "LlamaAttention, bfloat16: q is off by"),
 }
 
 
 @pytest.mark.parametrize("wrong", [None, *WRONG, "missing on rank 1"])
 def test_liger_computes_if_it_is_right_on_every_rank(wrong, monkeypatch):
-    """The module of Liger's functions is a stub; the proof runs on the CPU, which passes for a GPU."""
-    stub, plain, here, found = ModuleType("liger_kernel.transformers.functional"), PlainKernels(), threading.local(), {}
-    for name in ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope"):
-        setattr(stub, name, getattr(plain, name))
+    """Plain functions stand for Liger's, and the CPU for a GPU."""
+    plain, here, found = PlainKernels(), threading.local(), {}
     if wrong in WRONG:
-        setattr(stub, wrong, WRONG[wrong][0])
-    for name in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", stub)
+        setattr(plain, wrong, WRONG[wrong][0])
+    monkeypatch.setattr(fused_layers, "liger_functions", lambda: plain)
 
     def work(transport):
         here.rank, model = transport.rank, build_pair("llama", tiny_family_config("llama"))["planned"]

@@ -67,37 +67,36 @@ def prove_kernel(kernel: BlockKernel, needs: AttentionNeeds, device: torch.devic
 
 def _calls(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -> Iterator[tuple[BlockKernel, Call]]:
     tokens = _TOKENS if device.type == "cuda" else _TOKENS_ON_CPU
-    yield kernel, _causal(tokens)
-    yield kernel, _full(tokens // 2, tokens - 37)
-    yield kernel, _full(5, 9)
+    yield kernel, _block(tokens, tokens)
+    yield kernel, _block(tokens // 2, tokens - 37)
+    yield kernel, _block(5, 9)
     if needs.windowed:
-        keys, more = tokens // 2, _WINDOW - 1
-        name = f"of a window of {_WINDOW} tokens"
-        yield kernel, Call(name=f"tile {name}", queries=keys - more, keys=keys, window=_WINDOW, distance=more)
-        edge = {"causal": False, "window": _WINDOW, "distance": _WINDOW}
-        yield kernel, Call(name=f"edge {name}", queries=20, keys=21, **edge)
+        keys, more, window = tokens // 2, _WINDOW - 1, f"of a window of {_WINDOW} tokens"
+        yield kernel, Call(name=f"tile {window}", queries=keys - more, keys=keys, window=_WINDOW, distance=more)
+        edge = f"edge {window}"
+        yield kernel, Call(name=edge, queries=20, keys=21, causal=False, window=_WINDOW, distance=_WINDOW)
     if isinstance(kernel, PackKernel):
-        tokens, longest = sum(_RAGGED), max(_RAGGED)
         for window in (None, _WINDOW) if needs.windowed else (None,):
-            name = f"documents of 1 to {longest} tokens" + (f", window of {window}" if window else "")
-            yield kernel, Call(name=name, queries=tokens, keys=tokens, documents=_RAGGED, window=window)
+            name = f"documents of 1 to {max(_RAGGED)} tokens" + (f", window of {window}" if window else "")
+            yield kernel, _pack(name, _RAGGED, window=window)
     if isinstance(kernel, ByLengthKernel) and not torch.are_deterministic_algorithms_enabled():
-        of_long = f"{kernel.long.name}, "
-        yield kernel.long, _causal(_TOKENS, of_long)
-        yield kernel.long, _full(_TOKENS // 2, _TOKENS - 37, of_long)
+        for queries, keys in ((_TOKENS, _TOKENS), (_TOKENS // 2, _TOKENS - 37)):
+            yield kernel.long, _block(queries, keys, f"{kernel.long.name}, ")
         if device.type == "cuda" or kernel.diagonal_tokens < _TOKENS:  # a long one takes little time
             tokens, padding = kernel.diagonal_tokens + 41, 87
-            documents = (37, 5, tokens, padding)
-            name, tokens = f"{kernel.name}, document of {tokens} tokens after short ones", sum(documents)
-            yield kernel, Call(name=name, queries=tokens, keys=tokens, documents=documents, padding=padding)
+            name = f"{kernel.name}, document of {tokens} tokens after short ones"
+            yield kernel, _pack(name, (37, 5, tokens, padding), padding=padding)
 
 
-def _causal(tokens: int, of: str = "") -> Call:
-    return Call(name=f"{of}causal block of {tokens} tokens", queries=tokens, keys=tokens)
+def _block(queries: int, keys: int, of: str = "") -> Call:
+    causal = queries == keys
+    name = f"causal block of {keys} tokens" if causal else f"full block of {queries} queries and {keys} keys"
+    return Call(name=of + name, queries=queries, keys=keys, causal=causal)
 
 
-def _full(queries: int, keys: int, of: str = "") -> Call:
-    return Call(name=f"{of}full block of {queries} queries and {keys} keys", queries=queries, keys=keys, causal=False)
+def _pack(name: str, documents: tuple[int, ...], window: int | None = None, padding: int = 0) -> Call:
+    tokens = sum(documents)
+    return Call(name=name, queries=tokens, keys=tokens, documents=documents, window=window, padding=padding)
 
 
 def _compared(kernel: BlockKernel, call: Call, needs: AttentionNeeds, device: torch.device) -> tuple[Results, Results]:

@@ -52,17 +52,7 @@ FUSED_FAMILIES: Mapping[str, Kind] = {
     "olmo2": _WIDE_WEIGHTS,
     **dict.fromkeys(("gemma", "gemma3_text"), _GEMMA),
 }
-_GATES = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedKernels:
-    """rms_norm(x, weight, eps, offset, casting, in_place), swiglu(a, b), geglu(a, b), rope(q, k, cos, sin)."""
-
-    rms_norm: Callable[..., Tensor]
-    swiglu: Callable[[Tensor, Tensor], Tensor]
-    geglu: Callable[[Tensor, Tensor], Tensor]
-    rope: Callable[..., tuple[Tensor, Tensor]]
+_GATES = {"silu": "liger_swiglu", "swish": "liger_swiglu", "gelu_pytorch_tanh": "liger_geglu"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,15 +102,9 @@ def _against_liger(needs: FusedNeeds) -> tuple[str, str] | None:
     return None
 
 
-def liger_kernels() -> FusedKernels:
-    """Import Liger's functions."""
-    functional: Any = importlib.import_module("liger_kernel.transformers.functional")
-    return FusedKernels(
-        rms_norm=functional.liger_rms_norm,
-        swiglu=functional.liger_swiglu,
-        geglu=functional.liger_geglu,
-        rope=functional.liger_rope,
-    )
+def liger_functions() -> Any:
+    """Import the module of Liger's functions."""
+    return importlib.import_module("liger_kernel.transformers.functional")
 
 
 def choose_forwards(
@@ -138,7 +122,7 @@ def choose_forwards(
         return {}, f"off; because {reason}"
     forwards, done, proof = dict[nn.Module, Any](), "", Proof(fault=reason, seconds=0.0)
     if name == "liger":
-        forwards, done = fused_forwards(model, liger_kernels())
+        forwards, done = fused_forwards(model, liger_functions())
         proof = prove(_cases(model, forwards, needs.dtype, device), needs.dtype, device)
     against = faults_of_ranks(transport, {"liger": proof.fault}).get("liger")
     if against is None:
@@ -151,9 +135,11 @@ def choose_forwards(
     return {}, f"off; because {against}"
 
 
-def fused_forwards(model: Any, kernels: FusedKernels) -> tuple[Forwards, str]:
+def fused_forwards(model: Any, liger: Any) -> tuple[Forwards, str]:
     """Return fused forwards for the norms, MLPs and attentions of a model of a known family, and what they replace.
 
+    liger: the module of its functions, rms_norm(x, weight, eps, offset, casting, in_place), swiglu(a, b), geglu(a, b)
+    and rope(q, k, cos, sin), whose names begin with `liger_`.
     Modules with a class or a forward of the user's keep their own.
     """
     kind, gate = FUSED_FAMILIES[model.config.model_type], _gate(model.config)
@@ -164,14 +150,13 @@ def fused_forwards(model: Any, kernels: FusedKernels) -> tuple[Forwards, str]:
         if "forward" in vars(module) or not type(module).__module__.startswith(_KNOWN_MODULES):
             continue
         if name.endswith("RMSNorm"):
-            forwards[module] = partial(_norm, module, kernels.rms_norm, kind)
+            forwards[module] = partial(_norm, module, liger.liger_rms_norm, kind)
             found["norms"] += 1
         elif gate is not None and name.endswith("MLP") and hasattr(module, "down_proj"):
-            halves = _halves_of_one if hasattr(module, "gate_up_proj") else _two_halves
-            forwards[module] = partial(_gated, module, getattr(kernels, gate), halves)
+            forwards[module] = partial(_gated, module, getattr(liger, gate))
             found["gated MLPs"] += 1
         elif _ROPE in _names(module):
-            forwards[module] = partial(_with_global(_forward(module), _ROPE, partial(_rope, kernels.rope)), module)
+            forwards[module] = partial(_with_global(_forward(module), _ROPE, liger.liger_rope), module)
             found["attentions (RoPE)"] += 1
     return forwards, ", ".join(f"{number} {what}" for what, number in found.items()) or "no layer of this model"
 
@@ -230,25 +215,10 @@ def _norm(module: Any, rms_norm: Callable[..., Tensor], kind: Kind, x: Tensor) -
     return rms_norm(x, module.weight, eps, kind.offset, kind.casting, False)
 
 
-def _gated(
-    module: Any, gate: Callable[[Tensor, Tensor], Tensor], halves: Callable[..., tuple[Tensor, Tensor]], x: Tensor
-) -> Tensor:
-    return module.down_proj(gate(*halves(module, x)))
-
-
-def _two_halves(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return module.gate_proj(x), module.up_proj(x)
-
-
-def _halves_of_one(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
-    return gate, up
-
-
-def _rope(
-    rope: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+def _gated(module: Any, gate: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    if hasattr(module, "gate_up_proj"):
+        return module.down_proj(gate(*module.gate_up_proj(x).chunk(2, dim=-1)))
+    return module.down_proj(gate(module.gate_proj(x), module.up_proj(x)))
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:
