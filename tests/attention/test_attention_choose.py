@@ -12,7 +12,7 @@ from torch.nn.attention import _registry, current_flash_attention_impl
 
 from lengthwise.attention import AttentionNeeds, Block, ReferenceKernel, check_attention, choose_kernel
 from lengthwise.attention.abilities import GpuAbilities, obstacle, order_of
-from lengthwise.attention.choose import gpu_kernel
+from lengthwise.attention.choose import _build, _chosen
 from lengthwise.attention.cuda_kernels import TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel
 from lengthwise.attention.packs import PackKernel
@@ -26,6 +26,11 @@ NOTHING = {"torch_flash": False, "flash3": False, "cudnn": 0}
 INSTALL = "there is no package flash-attn (pip install flash-attn --no-build-isolation)"
 FLASH2, NO_FLASH3 = {"torch_flash": True}, {"torch_flash": True, "cudnn": 91900}
 BF16 = AttentionNeeds(dtype=torch.bfloat16, head_dim=128)
+
+
+def gpu_kernel(abilities, needs, *, implementation="auto", faults=()):
+    name, reason = _chosen(abilities, needs, implementation, dict(faults))
+    return _build(name), reason
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import torch
 from testing.strict import StrictWorld
 from testing.varlen import ReferenceDenseOps, ReferenceFlashAttn, ReferenceVarlenOps
 
+from attention.test_attention_choose import gpu_kernel
 from lengthwise.attention import AttentionNeeds, FlashCpuKernel, ReferenceKernel, choose, choose_kernel
 from lengthwise.attention.abilities import GpuAbilities
-from lengthwise.attention.choose import gpu_kernel
 from lengthwise.attention.cuda_kernels import FlashAttnOps
 from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.proof import Proof
@@ -161,7 +161,7 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):
     kernels, said, here = {}, {rank: [] for rank in range(3)}, threading.local()
 
     def proof(name, *_):
-        return Proof(fault="lse is off" if (name, here.rank) == ("flash_cpu", 1) else None, seconds=0.0)
+        return Proof(fault="lse is off" if (name, here.rank) == ("flash_cpu", 1) else None)
 
     def on(transport):
         here.rank = rank = transport.rank

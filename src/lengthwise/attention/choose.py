@@ -38,9 +38,6 @@ _BY_CAP = f"{_CAPPED} no fused kernel here does; this one is slow"
 _ON_CPU = ("auto", "reference")
 _CPU_ORDER = ("flash_cpu", "reference")
 
-Faults = Mapping[str, str]
-"""Implementations that failed the comparison on this device, with their errors."""
-
 
 def choose_kernel(
     device: torch.device,
@@ -77,7 +74,8 @@ def choose_kernel(
         if not new:
             break
         for wrong, fault in new.items():
-            _warned(say, f"attention kernel: {wrong} is not used, because it is wrong on this device: {fault}")
+            line = f"attention kernel: {wrong} is not used, because it is wrong on this device: {fault}"
+            (say or warnings.warn)(line)
         faults |= new
     kernel = _build(name, on_gpu=abilities is not None)
     if say is not None:
@@ -101,20 +99,8 @@ def check_attention(implementation: str, needs: AttentionNeeds, *, on_gpus: bool
         raise ConfigError("attention", expected=expected, got=implementation, remedy=remedy)
 
 
-def gpu_kernel(
-    abilities: GpuAbilities, needs: AttentionNeeds, *, implementation: str = "auto", faults: Faults | None = None
-) -> tuple[BlockKernel, str]:
-    """Return the kernel for a GPU with these abilities, and the reason.
-
-    Raises:
-        ConfigError: the named kernel, or every kernel, fails.
-    """
-    name, reason = _chosen(abilities, needs, implementation, faults or {})
-    return _build(name), reason
-
-
 def _chosen(
-    abilities: GpuAbilities | None, needs: AttentionNeeds, implementation: str, faults: Faults
+    abilities: GpuAbilities | None, needs: AttentionNeeds, implementation: str, faults: Mapping[str, str]
 ) -> tuple[str, str]:
     if implementation != "auto":
         against = faults.get(implementation) or (abilities and obstacle(implementation, abilities, needs))
@@ -144,13 +130,6 @@ def _chosen(
 @cache
 def _proof(name: str, needs: AttentionNeeds, device: torch.device) -> Proof:
     return prove_kernel(_build(name, on_gpu=device.type != "cpu"), needs, device)
-
-
-def _warned(say: Callable[[str], None] | None, line: str) -> None:
-    if say is None:
-        warnings.warn(line, stacklevel=4)
-    else:
-        say(line)
 
 
 def _reason(name: str, needs: AttentionNeeds, against: dict[str, str | None]) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from lengthwise.comm import Transport, share_first
 
 Results: TypeAlias = Mapping[str, Tensor]
-
+Function: TypeAlias = Callable[[dict[str, Tensor]], Results]
 
 _HALF = (2e-2, 4e-3, 5e-3)
 TOLERANCES = {torch.float64: (1e-10,) * 3, torch.float32: (1e-4,) * 3, torch.bfloat16: _HALF, torch.float16: _HALF}
@@ -39,7 +39,7 @@ class Proof:
     """What a comparison found on this rank. fault: the errors of the first wrong case, or None."""
 
     fault: str | None
-    seconds: float
+    seconds: float = 0.0
 
     def __str__(self) -> str:
         return f"proved in {self.seconds:.2f} s"
@@ -74,17 +74,13 @@ def faults_of_ranks(transport: Transport | None, own: Mapping[str, str | None]) 
     return found
 
 
-def by_autograd(
-    candidate: Callable[[dict[str, Tensor]], Results],
-    reference: Callable[[dict[str, Tensor]], Results],
-    inputs: Mapping[str, Tensor],
-) -> tuple[Results, Results]:
+def by_autograd(candidate: Function, reference: Function, inputs: Results) -> tuple[Results, Results]:
     """Return results and gradients of all inputs, of a function and of its reference in fp32 or wider."""
     wide = {name: x.to(torch.promote_types(x.dtype, torch.float32)) for name, x in inputs.items()}
     return _with_gradients(candidate, inputs), _with_gradients(reference, wide)
 
 
-def _with_gradients(function: Callable[[dict[str, Tensor]], Results], inputs: Mapping[str, Tensor]) -> Results:
+def _with_gradients(function: Function, inputs: Results) -> Results:
     leaves = {name: x.detach().clone().requires_grad_() for name, x in inputs.items()}
     found, random = function(dict(leaves)), torch.Generator().manual_seed(1)
     drawn = (torch.randn(x.shape, generator=random, device="cpu", dtype=torch.float32) for x in found.values())

@@ -148,19 +148,6 @@ class Layers:
                 experts._experts_implementation = before
 
 
-def compute_so(
-    model: Any,
-    computing: Computing,
-    device: torch.device,
-    transport: Transport | None = None,
-    *,
-    dtype: torch.dtype,
-    say: Callable[[str], None] | None = None,
-) -> None:
-    """Choose a model's layers by `choose_layers`, with its arguments and errors, and put them into the model."""
-    choose_layers(model, computing, device, transport, dtype=dtype, say=say).put()
-
-
 def choose_layers(
     model: Any,
     computing: Computing,

@@ -120,10 +120,13 @@ def choose_forwards(
     name, reason = choose_fused(asked, needs)
     if asked == "off" or not (needs.on_gpu or name == "liger"):
         return {}, f"off; because {reason}"
-    forwards, done, proof = dict[nn.Module, Any](), "", Proof(fault=reason, seconds=0.0)
+    forwards, done, proof = dict[nn.Module, Any](), "", Proof(fault=reason)
     if name == "liger":
-        forwards, done = fused_forwards(model, liger_functions())
-        proof = prove(_cases(model, forwards, needs.dtype, device), needs.dtype, device)
+        try:
+            forwards, done = fused_forwards(model, liger_functions())
+            proof = prove(_cases(model, forwards, needs.dtype, device), needs.dtype, device)
+        except (ImportError, AttributeError) as error:
+            proof = Proof(fault=f"liger-kernel {needs.liger} cannot be imported: {error}")
     against = faults_of_ranks(transport, {"liger": proof.fault}).get("liger")
     if against is None:
         return forwards, f"liger ({done}); because {reason}; {proof}"
@@ -139,8 +142,8 @@ def fused_forwards(model: Any, liger: Any) -> tuple[Forwards, str]:
     """Return fused forwards for the norms, MLPs and attentions of a model of a known family, and what they replace.
 
     liger: the module of its functions, rms_norm(x, weight, eps, offset, casting, in_place), swiglu(a, b), geglu(a, b)
-    and rope(q, k, cos, sin), whose names begin with `liger_`.
-    Modules with a class or a forward of the user's keep their own.
+    and rope(q, k, cos, sin), with names that begin with `liger_`. Modules with a class or a forward of the user's keep
+    their own.
     """
     kind, gate = FUSED_FAMILIES[model.config.model_type], _gate(model.config)
     found, forwards = Counter[str](), dict[nn.Module, Callable[..., Any]]()
@@ -195,13 +198,9 @@ def _turned(rope: Callable[..., Any], turns: list[Tensor], inputs: dict[str, Ten
 def _alone(module: nn.Module, forward: Callable[..., Tensor], *arguments: Any) -> dict[str, Tensor]:
     """Run a forward of a norm, or of an MLP without projections, with two inputs in place of the module's values."""
     alone, (first, second) = copy.copy(module), arguments[-1].values()
-    vars(alone).update(
-        weight=second,
-        gate_proj=lambda _: first,
-        up_proj=lambda _: second,
-        gate_up_proj=lambda _: torch.cat((first, second), dim=-1),
-        down_proj=lambda x: x,
-    )
+    parts = {"weight": second, "gate_proj": lambda _: first, "up_proj": lambda _: second, "down_proj": lambda x: x}
+    parts["gate_up_proj"] = lambda _: torch.cat((first, second), dim=-1)
+    vars(alone).update({name: part for name, part in parts.items() if hasattr(module, name)})
     return {"out": forward(alone, *arguments[:-1], first)}
 
 
