@@ -165,7 +165,9 @@ def _expected(call: Call, block: Block, grad_out: Tensor, sinks: Tensor) -> tupl
         return torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(ratio, dim=1)), scores.logsumexp(-1)
 
     parts = zip(q.split(_ROWS_AT_ONCE), seen.split(_ROWS_AT_ONCE), strict=True)
-    outs, lses = zip(*(checkpoint(attend, *part, use_reentrant=False) for part in parts), strict=True)
+    outs, lses = zip(
+        *(checkpoint(attend, *part, use_reentrant=False, preserve_rng_state=False) for part in parts), strict=True
+    )
     out, lse = torch.cat(outs), torch.cat(lses, dim=1)
     total_lse = torch.logaddexp(lse, sinks[:, None])
     total = out * (lse - total_lse).exp().t()[..., None]
