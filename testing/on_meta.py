@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lengthwise
-from lengthwise.attention import choose
+from lengthwise.attention import Proof, choose
 from lengthwise.attention.abilities import LEAST_CUDNN, GpuAbilities
 from lengthwise.comm import Lone, Pending
 from lengthwise.comm.transport import Message
@@ -240,7 +240,7 @@ def device_without_values() -> Iterator[DeviceWaits]:
         patch.object(torch.Tensor, "is_meta", property(_is_meta), create=True),
         patch.object(torch.Tensor, "is_cuda", property(_is_cuda), create=True),
         patch.object(choose, "_abilities", lambda _: HOPPER),
-        patch.object(choose, "_fault", lambda *_: None),  # which compares values
+        patch.object(choose, "_proof", lambda *_: Proof(fault=None)),  # which compares values
         patch.object(torch, "autocast", _Autocast),
         patch.object(torch, "is_autocast_enabled", _of_meta(torch.is_autocast_enabled)),
         patch.object(torch, "get_autocast_dtype", _of_meta(torch.get_autocast_dtype)),

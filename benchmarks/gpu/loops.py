@@ -26,7 +26,7 @@ from lengthwise.cost import logits_at_once
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.step import StepContext, run_part
-from lengthwise.models import Computing, choose_mixers, choose_model_kernel, compute_so, plain_attention
+from lengthwise.models import Computing, choose_layers, choose_mixers, choose_model_kernel, plain_attention
 
 VARLEN = "torch_varlen"
 
@@ -44,7 +44,7 @@ class OurLoop:
         self.optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, 0)
         config: Any = self.model.config
         self.computing = computing or Computing()
-        compute_so(self.model, self.computing, device, dtype=dtype, say=self.said.append)
+        choose_layers(self.model, self.computing, device, dtype=dtype, say=self.said.append).put()
         self.kernel = choose_model_kernel(config, self.computing, device, dtype=dtype, say=self.said.append)
         choose_mixers(self.model, self.transport, device, dtype=dtype, say=self.said.append)
 

@@ -12,11 +12,11 @@ from torch.nn.attention import _registry, current_flash_attention_impl
 
 from lengthwise.attention import AttentionNeeds, Block, ReferenceKernel, check_attention, choose_kernel
 from lengthwise.attention.abilities import GpuAbilities, obstacle, order_of
-from lengthwise.attention.choose import gpu_kernel
+from lengthwise.attention.choose import _build, _chosen
 from lengthwise.attention.cuda_kernels import TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel
 from lengthwise.attention.packs import PackKernel
-from lengthwise.attention.proof import fault_of
+from lengthwise.attention.proof_cases import prove_kernel
 from lengthwise.attention.varlen import Documents, VarlenKernel
 from lengthwise.core.errors import ConfigError
 
@@ -26,6 +26,11 @@ NOTHING = {"torch_flash": False, "flash3": False, "cudnn": 0}
 INSTALL = "there is no package flash-attn (pip install flash-attn --no-build-isolation)"
 FLASH2, NO_FLASH3 = {"torch_flash": True}, {"torch_flash": True, "cudnn": 91900}
 BF16 = AttentionNeeds(dtype=torch.bfloat16, head_dim=128)
+
+
+def gpu_kernel(abilities, needs, *, implementation="auto", faults=()):
+    name, reason = _chosen(abilities, needs, implementation, dict(faults))
+    return _build(name), reason
 
 
 @pytest.mark.parametrize(
@@ -100,7 +105,7 @@ def test_scores_that_are_capped_go_to_the_kernel_that_can():
             gpu_kernel(abilities, capped, implementation=name)
         assert refused.value.got == f"{name}: {why}and this kernel does not"
     assert isinstance(choose_kernel(CPU, capped=True, say=said.append), ReferenceKernel)
-    assert said == [f"attention kernel: {kernel.name}; because the run computes on the CPU, and {slow}"]
+    assert said[0].startswith(f"attention kernel: {kernel.name}; because the run computes on the CPU, and {slow}; ")
 
 
 def test_the_package_flash_attn_caps_scores_where_it_is_there_and_right(monkeypatch):
@@ -110,9 +115,10 @@ def test_the_package_flash_attn_caps_scores_where_it_is_there_and_right(monkeypa
     assert (kernel.name, kernel.caps_scores) == ("flash attention 2 of flash-attn, varlen", True)
     assert reason == "this model caps its scores by tanh (softcap), which the package flash-attn does"
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", None)  # cannot be imported
-    assert "causal block of 72 tokens, bfloat16, heads of 128: ModuleNotFoundError" in fault_of(kernel, capped, CPU)
+    fault = prove_kernel(kernel, capped, CPU).fault
+    assert "causal block of 72 tokens, heads of 128, bfloat16: ModuleNotFoundError" in fault
     monkeypatch.setitem(sys.modules, "flash_attn.flash_attn_interface", ReferenceFlashAttn())
-    assert fault_of(kernel, capped, CPU) is fault_of(kernel, BF16, CPU) is None
+    assert prove_kernel(kernel, capped, CPU).fault is prove_kernel(kernel, BF16, CPU).fault is None
     for abilities, needs, faults, against in (
         (replace(gpu, flash_attn="2.7.4.post1"), capped, {}, "flash-attn 2.7.4.post1 is older than 2.8"),
         (gpu, replace(capped, dtype=torch.float32), {}, "flash attention takes bf16, not float32"),
@@ -154,7 +160,7 @@ def test_on_the_cpu_the_reference_can_be_named_and_kernels_of_gpus_cannot():
     kernel = choose_kernel(CPU, implementation="reference", say=said.append)
     assert isinstance(kernel, ReferenceKernel)
     assert kernel.token_multiple == 1
-    assert said == [
+    assert [line.partition("; proved in")[0] for line in said] == [
         f"attention kernel: {chosen.name}; because the run computes on the CPU",
         "attention kernel: reference (matrix products); because it is asked for",
     ]

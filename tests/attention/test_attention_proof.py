@@ -1,5 +1,6 @@
 """Kernels that are wrong on purpose are found, named and not used; right ones pass."""
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -7,14 +8,14 @@ import torch
 from testing.strict import StrictWorld
 from testing.varlen import ReferenceDenseOps, ReferenceFlashAttn, ReferenceVarlenOps
 
+from attention.test_attention_choose import gpu_kernel
 from lengthwise.attention import AttentionNeeds, FlashCpuKernel, ReferenceKernel, choose, choose_kernel
 from lengthwise.attention.abilities import GpuAbilities
-from lengthwise.attention.choose import gpu_kernel
 from lengthwise.attention.cuda_kernels import FlashAttnOps
 from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
-from lengthwise.attention.proof import fault_of
+from lengthwise.attention.proof import Proof
+from lengthwise.attention.proof_cases import prove_kernel
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.comm import share_first
 from lengthwise.core.errors import ConfigError
 from lengthwise.models import keep_double
 from tiers import more
@@ -26,6 +27,10 @@ def needs(dtype=torch.float32, head_dim=16, heads=4, kv_heads=2):
     return AttentionNeeds(dtype=dtype, head_dim=head_dim, windowed=True, heads=heads, kv_heads=kv_heads)
 
 
+def fault_of(kernel, needs):
+    return prove_kernel(kernel, needs, CPU).fault
+
+
 def by_length():
     return ByLengthKernel(DenseKernel(ReferenceDenseOps()), VarlenKernel(ReferenceVarlenOps()))
 
@@ -35,15 +40,15 @@ def by_length():
 @pytest.mark.parametrize("shape", [(8, 6, 3), more((1, 1, 1)), more((128, 8, 2))], ids=str)
 def test_kernels_that_are_right_pass(kernel, dtype, shape):
     head_dim, heads, kv_heads = shape
-    assert fault_of(kernel(), needs(dtype, head_dim, heads, kv_heads), CPU) is None
+    assert fault_of(kernel(), needs(dtype, head_dim, heads, kv_heads)) is None
 
 
 def test_a_kernel_that_leaves_a_cap_out_is_found_and_one_that_caps_passes():
     capped = replace(needs(), capped=True)
     for kernel in (ReferenceKernel(), VarlenKernel(FlashAttnOps(ReferenceFlashAttn()))):
-        assert fault_of(kernel, capped, CPU) is None
+        assert fault_of(kernel, capped) is None
     for kernel in (FlashCpuKernel(), by_length()):
-        assert "causal block of 72 tokens, float32, heads of 16: out is off by" in fault_of(kernel, capped, CPU)
+        assert "causal block of 72 tokens, heads of 16, float32: out is off by" in fault_of(kernel, capped)
 
 
 class Broken(VarlenKernel):
@@ -84,17 +89,17 @@ class Broken(VarlenKernel):
 @pytest.mark.parametrize(
     ("what", "named"),
     [
-        ("lse times 1.01", "causal block of 72 tokens, {}, heads of 16: lse is off by 0.0"),
-        ("dq times 1.01", "causal block of 72 tokens, {}, heads of 16: dq is "),
-        ("window off by one", "tile of a window of 24 tokens, {}, heads of 16: out is off by 0."),
-        ("NaN in the last document", "documents of 1 to 200 tokens, {}, heads of 16: out is not finite"),
-        ("raises on few rows", "full block of 5 queries and 9 keys, {}, heads of 16: RuntimeError: no kernel for this"),
-        ("own lse", "causal block of 72 tokens, {}, heads of 16: dq is off by"),
-        ("heads of keys mixed", "causal block of 72 tokens, {}, heads of 16: dk is off by 1."),
+        ("lse times 1.01", "causal block of 72 tokens, heads of 16, {}: lse is off by 0.0"),
+        ("dq times 1.01", "causal block of 72 tokens, heads of 16, {}: dq is "),
+        ("window off by one", "tile of a window of 24 tokens, heads of 16, {}: out is off by 0."),
+        ("NaN in the last document", "documents of 1 to 200 tokens, heads of 16, {}: out is not finite"),
+        ("raises on few rows", "full block of 5 queries and 9 keys, heads of 16, {}: RuntimeError: no kernel for this"),
+        ("own lse", "causal block of 72 tokens, heads of 16, {}: dq is off by"),
+        ("heads of keys mixed", "causal block of 72 tokens, heads of 16, {}: dk is off by 1."),
     ],
 )
 def test_a_kernel_that_is_wrong_is_found_with_the_numbers(what, named, dtype):
-    fault = fault_of(Broken(what), needs(dtype), CPU)
+    fault = fault_of(Broken(what), needs(dtype))
     assert fault is not None
     assert fault.startswith(named.format(str(dtype).removeprefix("torch.")))
     assert "more" not in fault
@@ -107,9 +112,9 @@ def test_a_long_document_after_short_ones_is_compared_as_it_runs():
             return dq, dk * (1.01 if len(block.q) > 200 else 1.0), dv  # blocks of 200 rows are right
 
     right, varlen = DenseKernel(ReferenceDenseOps()), VarlenKernel(ReferenceVarlenOps())
-    assert fault_of(ByLengthKernel(right, varlen, diagonal_tokens=150), needs(), CPU) is None
-    fault = fault_of(ByLengthKernel(Wrong(ReferenceDenseOps()), varlen, diagonal_tokens=150), needs(), CPU)
-    assert "document of 191 tokens after short ones, float32, heads of 16: dk is off by 0.0" in fault
+    assert fault_of(ByLengthKernel(right, varlen, diagonal_tokens=150), needs()) is None
+    fault = fault_of(ByLengthKernel(Wrong(ReferenceDenseOps()), varlen, diagonal_tokens=150), needs())
+    assert "document of 191 tokens after short ones, heads of 16, float32: dk is off by 0.0" in fault
 
 
 class WrongOnCpu(FlashCpuKernel):
@@ -122,19 +127,19 @@ class WrongOnCpu(FlashCpuKernel):
 
 @pytest.fixture
 def wrong_flash(monkeypatch):
-    choose._fault.cache_clear()
+    choose._proof.cache_clear()
     monkeypatch.setattr(choose, "FlashCpuKernel", WrongOnCpu)
     yield
-    choose._fault.cache_clear()
+    choose._proof.cache_clear()
 
 
 def test_auto_names_a_wrong_kernel_and_takes_the_next(wrong_flash):
     said = []
     kernel = choose_kernel(CPU, head_dim=16, say=said.append)
     assert type(kernel) is ReferenceKernel
-    assert said == [
+    assert [line.partition("; proved in 0.")[0] for line in said] == [
         "attention kernel: flash_cpu is not used, because it is wrong on this device: causal block of 72 tokens, "
-        "float32, heads of 16: dk is off by 0.01 of its norm, but 0.0001 is allowed",
+        "heads of 16, float32: dk is off by 0.01 of its norm, but 0.0001 is allowed",
         "attention kernel: reference (matrix products); because the run computes on the CPU, and flash_cpu is wrong "
         "on it",
     ]
@@ -153,17 +158,17 @@ def test_where_every_kernel_is_wrong_all_are_named(wrong_flash, monkeypatch):
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):
-    world, kernels, said = StrictWorld(3), {}, {rank: [] for rank in range(3)}
+    kernels, said, here = {}, {rank: [] for rank in range(3)}, threading.local()
+
+    def proof(name, *_):
+        return Proof(fault="lse is off" if (name, here.rank) == ("flash_cpu", 1) else None)
 
     def on(transport):
-        rank, asked = transport.rank, [False, True]
+        here.rank = rank = transport.rank
+        kernels[rank] = type(choose_kernel(CPU, head_dim=16, say=said[rank].append, transport=transport))
 
-        def agree(own):
-            return share_first(transport, {"flash_cpu": "lse is off"} if asked.pop() and rank == 1 else own)
-
-        kernels[rank] = type(choose_kernel(CPU, head_dim=16, say=said[rank].append, agree=agree))
-
-    world.run(on)
+    monkeypatch.setattr(choose, "_proof", proof)
+    StrictWorld(3).run(on)
     assert set(kernels.values()) == {ReferenceKernel}
     assert all("wrong on this device: rank 1: lse is off" in each[0] for each in said.values())
 
@@ -183,13 +188,13 @@ def test_what_the_process_computes_in_fewer_bits_may_differ_by_as_much(monkeypat
         def backward(self, grad_out, block, saved):
             return tuple(each.bfloat16().float() for each in super().backward(grad_out, block, saved))
 
-    assert "dq is off by 0.00" in fault_of(Rounded(), needs(), CPU)
+    assert "dq is off by 0.00" in fault_of(Rounded(), needs())
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert fault_of(Rounded(), needs(), CPU) is None
+    assert fault_of(Rounded(), needs()) is None
 
 
 def test_the_check_changes_nothing_of_the_process_and_is_changed_by_none_of_its_modes():
     before = torch.random.get_rng_state()
     with keep_double(torch.float64), torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
-        assert fault_of(FlashCpuKernel(), needs(), CPU) is None
+        assert fault_of(FlashCpuKernel(), needs()) is None
     assert torch.equal(before, torch.random.get_rng_state())

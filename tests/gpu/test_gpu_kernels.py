@@ -15,13 +15,12 @@ from lengthwise.attention import AttentionNeeds, ReferenceKernel, choose_kernel
 from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import FlashCpuKernel
-from lengthwise.attention.proof import fault_of
+from lengthwise.attention.proof import prove
+from lengthwise.attention.proof_cases import prove_kernel
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
-from lengthwise.models.mixer_choice import fault_of as fault_of_mixer
-from lengthwise.models.mixer_choice import layers_of
-from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel, plain_kernel
-from lengthwise.models.mixer_layers import plain_function
+from lengthwise.models.mixer_choice import cases_of, layers_of
+from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel
 from lengthwise.models.model_source import build_skeleton
 from tiers import more
 
@@ -145,14 +144,15 @@ def test_gpu_kernels_pass_the_comparison_of_a_start(device, name):
     kernel, shape = named_kernel(name, device), {"heads": HEADS, "kv_heads": KV_HEADS, "windowed": True}
     for dim in (64, 128):
         needs = AttentionNeeds(dtype=torch.bfloat16, head_dim=dim, capped=name == "flash-attn", **shape)
-        assert fault_of(kernel, needs, device) is None
+        assert prove_kernel(kernel, needs, device).fault is None
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_gpu_kernels_that_are_chosen_pass_it_with_heads_of_any_size(device, dtype):
     for dim in (20, 64, 256):
         needs = AttentionNeeds(dtype=dtype, head_dim=dim, windowed=True, heads=HEADS, kv_heads=KV_HEADS)
-        assert fault_of(choose_kernel(device, dtype=dtype, head_dim=dim), needs, device) is None
+        kernel = choose_kernel(device, dtype=dtype, head_dim=dim)
+        assert prove_kernel(kernel, needs, device).fault is None
 
 
 @pytest.mark.parametrize("name", PACKAGES)
@@ -164,5 +164,4 @@ def test_gpu_packages_of_layers_with_states_pass_the_comparison_of_a_start(devic
         kernel = PACKAGES[name].make(STAND_INS[name])
     elif isinstance(kernel, str):
         pytest.skip(kernel)
-    plain = plain_kernel(name, plain_function(model, name))
-    assert fault_of_mixer(name, kernel, plain, layer, dtype, device) is None
+    assert prove(cases_of(name, kernel, model, dtype, device), dtype, device).fault is None

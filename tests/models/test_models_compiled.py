@@ -17,7 +17,7 @@ from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.step import StepContext, run_part
-from lengthwise.models import Computing, ModelSource, build_model, compute_so, keep_double
+from lengthwise.models import Computing, ModelSource, build_model, choose_layers, keep_double
 from lengthwise.models.computing import compiled_forwards
 from tiers import more
 
@@ -170,7 +170,7 @@ def test_the_run_files_key_compiles_and_its_default_does_not(monkeypatch):
         "lengthwise.models.computing.compiled_forwards", lambda model: asked.append(model) or ({}, "done")
     )
     model = built("llama")
-    compute_so(model, Computing(), CPU, dtype=torch.float64, say=said.append)
+    choose_layers(model, Computing(), CPU, dtype=torch.float64, say=said.append).put()
     assert (asked, said) == ([], [])
-    compute_so(model, Computing(compile=True), CPU, dtype=torch.float64, say=said.append)
+    choose_layers(model, Computing(compile=True), CPU, dtype=torch.float64, say=said.append).put()
     assert (asked, said) == ([model], ["compile: done"])

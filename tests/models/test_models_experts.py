@@ -14,7 +14,7 @@ from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
 from lengthwise.engine.step import StepContext, run_part
-from lengthwise.models import DTYPES, Computing, ModelSource, build_model, check_computing, compute_so
+from lengthwise.models import DTYPES, Computing, ModelSource, build_model, check_computing, choose_layers
 from lengthwise.models.experts import ExpertsNeeds, choose_experts, expert_weights, needs_of
 from lengthwise.models.families import FAMILIES
 from lengthwise.models.model_source import build_skeleton
@@ -39,7 +39,7 @@ def built(family):
 def run(family, experts, precision):
     """Return (loss, gradients, what was said) of a step of one rank."""
     model, said = copy.deepcopy(built(family)), []
-    compute_so(model, Computing(experts=experts), CPU, dtype=DTYPES[precision], say=said.append)
+    choose_layers(model, Computing(experts=experts), CPU, dtype=DTYPES[precision], say=said.append).put()
     flat = whole_parameters(model, SoloTransport(), dtype=DTYPES[precision])
     plan = make_plan(1, LENGTHS, PIECES, layers=model.config.num_hidden_layers)
     batch = make_batch(LENGTHS, vocab=VOCAB)
@@ -111,7 +111,7 @@ def test_only_this_model_changes():
     """`verify` builds a plain model from the same source."""
     source = ModelSource(name="mixtral", config=tiny_family_config("mixtral"), weights=False)
     model, plain = build_model(source, seed=3), build_model(source, seed=3, attention="sdpa")
-    compute_so(model, Computing(experts="grouped_mm"), CPU, dtype=torch.float32)
+    choose_layers(model, Computing(experts="grouped_mm"), CPU, dtype=torch.float32).put()
     assert model.config._experts_implementation == "grouped_mm"
     assert plain.config._experts_implementation == "eager"
     assert build_model(source, seed=3).config._experts_implementation == "eager"
@@ -123,6 +123,6 @@ def test_experts_inside_a_wrapper_compute_as_is_said():
     model = build_model(source, seed=3)
     inside, said = model.get_decoder().config, []
     for asked, dtype in (("grouped_mm", torch.float32), ("eager", torch.float64)):
-        compute_so(model, Computing(experts=asked), CPU, dtype=dtype, say=said.append)
+        choose_layers(model, Computing(experts=asked), CPU, dtype=dtype, say=said.append).put()
         assert inside._experts_implementation == asked
     assert said == [f"experts: {each}; because it is asked for" for each in ("grouped_mm", "eager")]

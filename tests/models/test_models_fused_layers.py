@@ -1,28 +1,28 @@
 """Fused layers: which runs have them, what is exchanged in which model; plain functions stand for Liger's."""
 
 import copy
-import sys
+import re
+import threading
 from collections import Counter
 from dataclasses import replace
-from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
 from testing import build_pair, family_difference, make_plan, put_forwards, tiny_family_config
+from testing.strict import StrictWorld
 from transformers.models.llama import modeling_llama
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
-from lengthwise.models import Computing, compute_so
+from lengthwise.models import Computing, choose_layers, fused_layers
 from lengthwise.models.families import FAMILIES
 from lengthwise.models.fused_layers import (
     FUSED_FAMILIES,
-    FusedKernels,
     FusedNeeds,
+    choose_forwards,
     choose_fused,
     fused_forwards,
-    liger_kernels,
 )
 from tiers import some
 
@@ -38,9 +38,6 @@ class PlainKernels:
 
     def __init__(self):
         self.calls = Counter()
-        self.kernels = FusedKernels(
-            rms_norm=self.liger_rms_norm, swiglu=self.liger_swiglu, geglu=self.liger_geglu, rope=self.liger_rope
-        )
 
     def __deepcopy__(self, _memo):  # as functions, it is not copied with a model
         return self
@@ -76,7 +73,7 @@ class PlainKernels:
 def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
     """In fp64, over a ring and a pack: each formula, offset and epsilon, and that each module was exchanged."""
     pair, plain = build_pair(family, tiny_family_config(family)), PlainKernels()
-    said = put_forwards(pair["planned"], fused_forwards(pair["planned"], plain.kernels))
+    said = put_forwards(pair["planned"], fused_forwards(pair["planned"], plain))
     found = family_difference(pair, PLAN, LENGTHS, precision="fp64")
     assert found.loss < 1e-13
     assert found.gradient < 1e-12
@@ -90,7 +87,7 @@ def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
 
 def test_fused_layers_run_again_in_backward():
     pair, plain = build_pair("qwen3", tiny_family_config("qwen3")), PlainKernels()
-    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain.kernels))
+    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain))
     microbatches = tuple(replace(each, recompute="layer") for each in PLAN.microbatches)
     found = family_difference(pair, replace(PLAN, microbatches=microbatches), LENGTHS, precision="fp64")
     assert found.gradient < 1e-12
@@ -101,7 +98,7 @@ def test_only_this_model_is_changed_and_a_copy_runs_its_own_modules():
     """`verify` has a plain model beside it, and Liger's own patches would change both."""
     pair, plain = build_pair("llama", tiny_family_config("llama")), PlainKernels()
     rope = modeling_llama.apply_rotary_pos_emb
-    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain.kernels))
+    put_forwards(pair["planned"], fused_forwards(pair["planned"], plain))
     assert modeling_llama.apply_rotary_pos_emb is rope
     assert not any("forward" in vars(module) for module in pair["plain"].modules())
     other = copy.deepcopy(pair["planned"])
@@ -149,26 +146,54 @@ def test_every_family_of_the_table_is_one_that_is_proved():
 
 def test_a_run_on_the_cpu_has_none_and_says_nothing():
     model, said = build_pair("llama", tiny_family_config("llama"))["planned"], []
-    compute_so(model, Computing(), CPU, dtype=torch.float32, say=said.append)
+    choose_layers(model, Computing(), CPU, dtype=torch.float32, say=said.append).put()
     assert said == []
     assert not any("forward" in vars(module) for module in model.modules())
     with pytest.raises(ConfigError, match="Liger's kernels are for GPUs"):
-        compute_so(model, Computing(fused_layers="liger"), CPU, dtype=torch.float32)
+        choose_layers(model, Computing(fused_layers="liger"), CPU, dtype=torch.float32).put()
 
 
-def test_a_run_on_a_gpu_says_what_is_exchanged_and_by_what(monkeypatch):
-    """The device is only looked at: the module of Liger's functions is a stub."""
-    stub, plain = ModuleType("liger_kernel.transformers.functional"), PlainKernels()
-    for name in ("liger_rms_norm", "liger_swiglu", "liger_geglu", "liger_rope"):
-        setattr(stub, name, getattr(plain, name))
-    for name in ("liger_kernel", "liger_kernel.transformers"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    monkeypatch.setitem(sys.modules, "liger_kernel.transformers.functional", stub)
-    monkeypatch.setattr("lengthwise.models.computing.installed_version", lambda package: "0.8.5")
-    pair, said = build_pair("llama", tiny_family_config("llama")), []
-    compute_so(pair["planned"], Computing(), torch.device("cuda"), dtype=torch.bfloat16, say=said.append)
-    exchanged = "2 attentions (RoPE), 2 gated MLPs, 5 norms"
-    assert said == [f"fused layers: liger ({exchanged}); because liger-kernel 0.8.5 is installed"]
-    assert family_difference(pair, PLAN, LENGTHS, precision="fp64").gradient < 1e-12
-    assert plain.calls["norm"]
-    assert liger_kernels().rope == plain.liger_rope
+def half_gradient(*given):
+    return PlainKernels().liger_swiglu(*given).lerp(PlainKernels().liger_swiglu(*given).detach(), 0.5)
+
+
+WRONG = {
+    "liger_rms_norm": (lambda x, w, eps, offset, casting, in_place: x * w, "LlamaRMSNorm, bfloat16: out is off by 0."),
+    "liger_swiglu": (half_gradient, "LlamaMLP, bfloat16: gradient of gate is off by 0.5 of its norm"),
+    "liger_rope": (lambda q, k, *_: (q, k), "LlamaAttention, bfloat16: q is off by"),
+}
+
+
+@pytest.mark.parametrize("wrong", [None, *WRONG, "not installed", "cannot be imported"])
+def test_liger_computes_if_it_is_right_on_every_rank(wrong, monkeypatch):
+    """Plain functions stand for Liger's, and the CPU for a GPU."""
+    plain, here, found = PlainKernels(), threading.local(), {}
+    if wrong in WRONG:
+        setattr(plain, wrong, WRONG[wrong][0])
+
+    def functions():
+        if (wrong, here.rank) == ("cannot be imported", 1):
+            raise ImportError("no module named triton")
+        return plain
+
+    monkeypatch.setattr(fused_layers, "liger_functions", functions)
+
+    def work(transport):
+        here.rank, model = transport.rank, build_pair("llama", tiny_family_config("llama"))["planned"]
+        version = None if (wrong, here.rank) == ("not installed", 1) else "0.8.5"
+        for asked in ("auto", "liger") if wrong in WRONG else ("auto",):
+            try:
+                found[here.rank, asked] = choose_forwards(model, asked, needs(liger=version), CPU, transport)
+            except ConfigError as refused:
+                found[here.rank, asked] = {}, refused.got
+
+    StrictWorld(2).run(work)
+    for forwards, said in found.values():
+        if wrong is None:
+            assert said.startswith("liger (2 attentions (RoPE), 2 gated MLPs, 5 norms); because liger-kernel 0.8.5 is ")
+            assert re.search(r"; proved in \d+\.\d\d s$", said)
+            assert len(forwards) == 9
+        else:
+            assert forwards == {}
+            why = f"rank 0: {WRONG[wrong][1]}" if wrong in WRONG else f"rank 1: liger-kernel.* {wrong}"
+            assert re.search(why, said)

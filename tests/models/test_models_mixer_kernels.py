@@ -13,10 +13,11 @@ from testing import build_pair, family_difference, tiny_family_config
 from testing.mixers import STAND_INS
 from testing.strict import StrictWorld
 
+from lengthwise.attention import prove
 from lengthwise.comm import SoloTransport
 from lengthwise.models import choose_mixers, mixer_choice
 from lengthwise.models import mixer_layers as mixers
-from lengthwise.models.mixer_choice import fault_of, layers_of
+from lengthwise.models.mixer_choice import cases_of, layers_of
 from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel, plain_kernel
 from lengthwise.models.model_source import build_skeleton
 from models.test_models_checkpointing import recomputing
@@ -33,12 +34,8 @@ def skeleton_of(family, **changes):
 
 
 def compare(name, function, dtype=torch.float32):
-    layers = layers_of(skeleton_of(FAMILY[name]))
-    kernel, plain = (
-        PACKAGES[name].make(function),
-        plain_kernel(name, mixers.plain_function(skeleton_of(FAMILY[name]), name)),
-    )
-    return fault_of(name, kernel, plain, layers[0], dtype, CPU)
+    kernel = PACKAGES[name].make(function)
+    return prove(cases_of(name, kernel, skeleton_of(FAMILY[name]), dtype, CPU), dtype, CPU).fault
 
 
 @pytest.mark.parametrize("name", [DELTA_RULE, MAMBA2, more(KDA), more(CONVOLUTION)])
@@ -151,7 +148,8 @@ def packages(monkeypatch):
 def chosen(family, transport=None, **how):
     model, said = build_skeleton(tiny_family_config(family)), []
     choose_mixers(model, transport or SoloTransport(), CPU, **{"dtype": torch.float32, "say": said.append, **how})
-    return said, {name: kernel.name for (name, _), kernel in mixers._kernels.get(model, {}).items()}
+    used = {name: kernel.name for (name, _), kernel in mixers._kernels.get(model, {}).items()}
+    return [line.partition("; proved in ")[0] for line in said], used
 
 
 def test_packages_are_taken_where_they_are_installed_and_right(packages, monkeypatch, capsys):
@@ -186,9 +184,12 @@ def test_a_missing_package_is_named_once_and_transformers_runs(monkeypatch):
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(packages, monkeypatch):
     here, found = threading.local(), {}
-    monkeypatch.setattr(
-        mixer_choice, "_obstacle", lambda name, *_: "it is off" if (name, here.rank) == (DELTA_RULE, 1) else None
-    )
+
+    def kernel(package, *rest):
+        missing = package is PACKAGES[DELTA_RULE] and here.rank == 1
+        return "it is off" if missing else package_kernel(package, *rest)
+
+    monkeypatch.setattr(mixer_choice, "package_kernel", kernel)
 
     def work(transport):
         here.rank = transport.rank

@@ -89,7 +89,7 @@ def test_a_run_by_the_reference_is_said_and_gives_the_same(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "2 processes on CPU" in said
     assert said.count("transfers: gloo; because the run computes on the CPU\n") == 1
-    assert said.count("attention kernel: torch flash attention for CPU; because the run computes on the CPU\n") == 1
+    assert said.count("attention kernel: torch flash attention for CPU; because the run computes on the CPU; ") == 1
     other = losses(train(path, "--ranks", 2, "--overwrite", "--set", "attention=reference"))
     said = " ".join("".join(capfd.readouterr()).split())
     assert "attention kernel: reference (matrix products); because it is asked for" in said

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from loops import VOCAB, both_loops, in_double, in_ranks, loss_tokens, plain_losses, small_model, steps_of
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
@@ -14,8 +13,9 @@ from lengthwise.core.errors import LengthwiseError, NumericError
 from lengthwise.engine.parameters import Parameters
 from lengthwise.engine.slices import Slices
 from lengthwise.models import computing, keep_double
-from lengthwise.models.fused_layers import FusedKernels
+from lengthwise.models.fused_layers import fused_forwards
 from lengthwise.session import Session
+from models.test_models_fused_layers import PlainKernels
 from tiers import more
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -30,26 +30,17 @@ def twice_as_much(model, x):
     return 2.0 * type(model).forward(model, x)
 
 
-def plain_kernels(calls):
-    """Return plain formulas, the first of which notes its calls."""
+@pytest.fixture
+def liger(monkeypatch):
+    """Let runs that ask for Liger have plain formulas in its place, on the CPU and in fp64."""
+    plain = PlainKernels()
 
-    def norm(x, weight, eps, offset, casting, in_place):
-        calls.append("norm")
-        return (weight + offset) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    def forwards(model, asked, *_):
+        return fused_forwards(model, plain) if asked == "liger" else ({}, "off; because it is not asked for")
 
-    def rope(q, k, cos, sin, unsqueeze_dim=1):
-        def turned(x):
-            half = torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
-            return x * cos.unsqueeze(unsqueeze_dim) + half * sin.unsqueeze(unsqueeze_dim)
-
-        return turned(q), turned(k)
-
-    return FusedKernels(
-        rms_norm=norm,
-        swiglu=lambda a, b: F.silu(a) * b,
-        geglu=lambda a, b: F.gelu(a, approximate="tanh") * b,
-        rope=rope,
-    )
+    monkeypatch.setattr(computing, "choose_forwards", forwards)
+    monkeypatch.setattr(computing, "choose_fused", lambda *_: ("liger", "a test"))
+    return plain
 
 
 @pytest.mark.parametrize(
@@ -62,12 +53,9 @@ def plain_kernels(calls):
         more({"fused_layers": "liger", "shard": "zero3"}, 2),
     ],
 )
-def test_layers_compute_as_asked_in_steps_alone(options, ranks, tmp_path, monkeypatch):
+def test_layers_compute_as_asked_in_steps_alone(options, ranks, tmp_path, monkeypatch, liger):
     """A forward that the user has put on a module stays; between steps the model is plain."""
     monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
-    monkeypatch.setattr(computing, "choose_fused", lambda asked, _: ("liger" if asked == "liger" else "off", "a test"))
-    calls = []
-    monkeypatch.setattr(computing, "liger_kernels", lambda: plain_kernels(calls))
 
     def work(_rank):
         model = small_model()
@@ -77,7 +65,7 @@ def test_layers_compute_as_asked_in_steps_alone(options, ranks, tmp_path, monkey
         monkeypatch.setattr(computing.Layers, "put", lambda self: (put(self), inside.append(len(self.forwards)))[0])
         found = both_loops(SGD, model=model, capacity=64 if options == {"fused_layers": "liger"} else 128, **options)
         kept = vars(norm).pop("forward", None)
-        return *found, max(inside), kept is not None or "stages" in options, is_plain(model), len(calls)
+        return *found, max(inside), kept is not None or "stages" in options, is_plain(model), liger.calls.total()
 
     for loss, norm, weights, forwards, is_kept, plain, num_calls in in_ranks(in_double(work), ranks, tmp_path):
         assert loss < 1e-13
@@ -224,13 +212,11 @@ class HalfRMSNorm(LlamaRMSNorm):
         return 0.5 * super().forward(hidden_states)
 
 
-def test_classes_and_forwards_of_the_user_are_not_replaced(monkeypatch):
+def test_classes_and_forwards_of_the_user_are_not_replaced(liger):
     """Also a forward that a module gets when the session is there."""
-    monkeypatch.setattr(computing, "choose_fused", lambda *_: ("liger", "a test"))
-    monkeypatch.setattr(computing, "liger_kernels", lambda: plain_kernels([]))
     model = small_model()
     model.model.layers[0].input_layernorm.__class__ = HalfRMSNorm
-    with keep_double(torch.float64), Session(model, capacity_tokens=256) as session:
+    with keep_double(torch.float64), Session(model, capacity_tokens=256, fused_layers="liger") as session:
         norm = model.model.norm
         norm.forward = partial(twice_as_much, norm)
         loss = session.evaluate(ROWS).loss

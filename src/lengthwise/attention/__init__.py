@@ -1,13 +1,13 @@
 """Layers that mix tokens, by a plan: blockwise attention and its ring, scans with states, short convolutions."""
 
 from lengthwise.attention.abilities import AttentionNeeds
-from lengthwise.attention.choose import Faults, check_attention, choose_kernel
+from lengthwise.attention.choose import check_attention, choose_kernel
 from lengthwise.attention.cuda_kernels import activate_flash
 from lengthwise.attention.halos import convolve_spans
 from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, ReferenceKernel, Saved
 from lengthwise.attention.packs import to_device
 from lengthwise.attention.planned import PlannedAttention, planned_attention
-from lengthwise.attention.proof import differences, tolerance_for
+from lengthwise.attention.proof import Case, Proof, by_autograd, faults_of_ranks, prove
 from lengthwise.attention.recompute import ActivationPolicy, Recomputation
 from lengthwise.attention.states import Opened, scan_spans
 
@@ -16,20 +16,22 @@ __all__ = [
     "AttentionNeeds",
     "Block",
     "BlockKernel",
-    "Faults",
+    "Case",
     "FlashCpuKernel",
     "Opened",
     "PlannedAttention",
+    "Proof",
     "Recomputation",
     "ReferenceKernel",
     "Saved",
     "activate_flash",
+    "by_autograd",
     "check_attention",
     "choose_kernel",
     "convolve_spans",
-    "differences",
+    "faults_of_ranks",
     "planned_attention",
+    "prove",
     "scan_spans",
     "to_device",
-    "tolerance_for",
 ]

@@ -1,6 +1,6 @@
 """Choose a run's attention kernel once, by name or by `abilities.order_of`, and report it with the reason.
 
-The kernel is compared with plain attention on the device (`proof`); no rank uses one that fails on any rank.
+The kernel is proved on the device (`proof`); no rank uses one that fails on any rank.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from lengthwise.attention.abilities import (
 from lengthwise.attention.cuda_kernels import EfficientKernel, FlashAttnOps, TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import BlockKernel, FlashCpuKernel, ReferenceKernel
-from lengthwise.attention.proof import fault_of
+from lengthwise.attention.proof import Proof, faults_of_ranks
+from lengthwise.attention.proof_cases import prove_kernel
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, VarlenKernel
+from lengthwise.comm import Transport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.packages import installed_version
 
@@ -35,9 +37,6 @@ _CAPPED = "this model caps its scores by tanh (softcap), which"
 _BY_CAP = f"{_CAPPED} no fused kernel here does; this one is slow"
 _ON_CPU = ("auto", "reference")
 _CPU_ORDER = ("flash_cpu", "reference")
-
-Faults = Mapping[str, str]
-"""Implementations that failed the comparison on this device, with their errors."""
 
 
 def choose_kernel(
@@ -51,12 +50,12 @@ def choose_kernel(
     kv_heads: int = 1,
     implementation: str = "auto",
     say: Callable[[str], None] | None = None,
-    agree: Callable[[Faults], Faults] | None = None,
+    transport: Transport | None = None,
 ) -> BlockKernel:
     """Return the fastest kernel for `device` and the model, or the named one.
 
-    say: callback for the choice and its reason, and for unused wrong kernels, by default Python warnings of wrong ones.
-    agree: collective that returns the faults of all ranks; without it this rank decides alone.
+    say: called with the choice and its reason, and with wrong kernels that are not used. If None, wrong ones are Python
+    warnings. transport: of all ranks, which choose together. If None, this rank chooses alone.
 
     Raises:
         ConfigError: the named kernel cannot be used here or is wrong, or every kernel is wrong.
@@ -70,17 +69,17 @@ def choose_kernel(
     faults: dict[str, str] = {}
     while True:
         name, reason = _chosen(abilities, needs, implementation, faults)
-        found = _fault(name, needs, device)
-        own = {} if found is None else {name: found}
-        new = own if agree is None else agree(own)
+        proof = _proof(name, needs, device)
+        new = faults_of_ranks(transport, {name: proof.fault})
         if not new:
             break
         for wrong, fault in new.items():
-            _warned(say, f"attention kernel: {wrong} is not used, because it is wrong on this device: {fault}")
+            line = f"attention kernel: {wrong} is not used, because it is wrong on this device: {fault}"
+            (say or warnings.warn)(line)
         faults |= new
     kernel = _build(name, on_gpu=abilities is not None)
     if say is not None:
-        say(f"attention kernel: {kernel.name}; because {reason}")
+        say(f"attention kernel: {kernel.name}; because {reason}; {proof}")
     return kernel
 
 
@@ -100,20 +99,8 @@ def check_attention(implementation: str, needs: AttentionNeeds, *, on_gpus: bool
         raise ConfigError("attention", expected=expected, got=implementation, remedy=remedy)
 
 
-def gpu_kernel(
-    abilities: GpuAbilities, needs: AttentionNeeds, *, implementation: str = "auto", faults: Faults | None = None
-) -> tuple[BlockKernel, str]:
-    """Return the kernel for a GPU with these abilities, and the reason.
-
-    Raises:
-        ConfigError: the named kernel, or every kernel, fails.
-    """
-    name, reason = _chosen(abilities, needs, implementation, faults or {})
-    return _build(name), reason
-
-
 def _chosen(
-    abilities: GpuAbilities | None, needs: AttentionNeeds, implementation: str, faults: Faults
+    abilities: GpuAbilities | None, needs: AttentionNeeds, implementation: str, faults: Mapping[str, str]
 ) -> tuple[str, str]:
     if implementation != "auto":
         against = faults.get(implementation) or (abilities and obstacle(implementation, abilities, needs))
@@ -141,15 +128,8 @@ def _chosen(
 
 
 @cache
-def _fault(name: str, needs: AttentionNeeds, device: torch.device) -> str | None:
-    return fault_of(_build(name, on_gpu=device.type != "cpu"), needs, device)
-
-
-def _warned(say: Callable[[str], None] | None, line: str) -> None:
-    if say is None:
-        warnings.warn(line, stacklevel=4)
-    else:
-        say(line)
+def _proof(name: str, needs: AttentionNeeds, device: torch.device) -> Proof:
+    return prove_kernel(_build(name, on_gpu=device.type != "cpu"), needs, device)
 
 
 def _reason(name: str, needs: AttentionNeeds, against: dict[str, str | None]) -> str:

@@ -16,7 +16,6 @@ from lengthwise.models.computing import (
     check_computing,
     choose_layers,
     choose_model_kernel,
-    compute_so,
 )
 from lengthwise.models.double import keep_double
 from lengthwise.models.dropout import (
@@ -84,7 +83,6 @@ __all__ = [
     "choose_model_kernel",
     "coefficient_key",
     "coefficient_of",
-    "compute_so",
     "copy_processor",
     "count_choices",
     "count_parameters",

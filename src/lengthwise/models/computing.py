@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lengthwise.attention import AttentionNeeds, BlockKernel, Faults, check_attention, choose_kernel
+from lengthwise.attention import AttentionNeeds, BlockKernel, check_attention, choose_kernel
+from lengthwise.comm import Transport
 from lengthwise.config import TrainingSettings
 from lengthwise.core.packages import installed_version
 from lengthwise.models.adapter import leave_attention_eager
@@ -26,9 +27,8 @@ from lengthwise.models.families import attention_heads, has_windows, largest_hea
 from lengthwise.models.fused_layers import (
     Forwards,
     FusedNeeds,
+    choose_forwards,
     choose_fused,
-    fused_forwards,
-    liger_kernels,
 )
 from lengthwise.models.model_source import build_skeleton
 from lengthwise.models.modules import modules_of
@@ -73,11 +73,11 @@ def choose_model_kernel(
     *,
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
-    agree: Callable[[Faults], Faults] | None = None,
+    transport: Transport | None = None,
 ) -> BlockKernel:
     """Choose the attention kernel of a model on `device`, with arguments and errors of `choose_kernel`."""
     needs = asdict(attention_needs(config, dtype))
-    return choose_kernel(device, **needs, implementation=computing.attention, say=say, agree=agree)
+    return choose_kernel(device, **needs, implementation=computing.attention, say=say, transport=transport)
 
 
 def attention_needs(config: Any, dtype: torch.dtype) -> AttentionNeeds:
@@ -148,30 +148,20 @@ class Layers:
                 experts._experts_implementation = before
 
 
-def compute_so(
-    model: Any,
-    computing: Computing,
-    device: torch.device,
-    *,
-    dtype: torch.dtype,
-    say: Callable[[str], None] | None = None,
-) -> None:
-    """Choose a model's layers by `choose_layers`, with its arguments and errors, and put them into the model."""
-    choose_layers(model, computing, device, dtype=dtype, say=say).put()
-
-
 def choose_layers(
     model: Any,
     computing: Computing,
     device: torch.device,
+    transport: Transport | None = None,
     *,
     dtype: torch.dtype,
     say: Callable[[str], None] | None = None,
     wrap: nn.Module | None = None,
 ) -> Layers:
-    """Choose kernels of a model's layers on `device` in `dtype`. say: callback for each choice and its reason.
+    """Choose how a model's layers compute on `device` in `dtype`. Collective on GPUs.
 
-    wrap: module around the model, such as peft's.
+    transport: of all ranks; if None, this rank chooses alone. say: called with each choice and its reason. wrap: a
+    module around the model, such as peft's.
 
     Raises:
         ConfigError: layers or experts cannot compute on this device as asked.
@@ -184,14 +174,10 @@ def choose_layers(
         implementation, reason = choose_experts(computing.experts, needs)
         experts = implementation if needs.replaceable else None
         report(f"experts: {implementation}; because {reason}")
-    fused, reason = choose_fused(
-        computing.fused_layers, _fused_needs(model.config, computing, dtype=dtype, on_gpu=on_gpu)
-    )
-    if fused == "liger":
-        forwards, done = fused_forwards(model, liger_kernels())
-        report(f"fused layers: liger ({done}); because {reason}")
-    elif on_gpu:  # the CPU has none
-        report(f"fused layers: off; because {reason}")
+    fused = _fused_needs(model.config, computing, dtype=dtype, on_gpu=on_gpu)
+    forwards, done = choose_forwards(model, computing.fused_layers, fused, device, transport)
+    if forwards or on_gpu:  # the CPU has none
+        report(f"fused layers: {done}")
     if computing.compile:
         forwards, done = compiled_forwards(model)
         report(f"compile: {done}")

@@ -7,9 +7,10 @@ the attention's forward. Liger's loss is not used: docs/decisions/own-chunked-lo
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType
@@ -18,8 +19,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lengthwise.attention import Case, Proof, by_autograd, faults_of_ranks, prove
+from lengthwise.comm import Transport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.packages import release_of
+from lengthwise.models.families import attention_heads
 
 LEAST_LIGER = (0, 8, 5)  # the release that was tested
 
@@ -27,6 +31,8 @@ Forwards: TypeAlias = Mapping[nn.Module, Callable[..., Any]]
 """Forwards in place of those of the modules' classes."""
 
 _ROPE = "apply_rotary_pos_emb"
+_ROWS = 72  # of a proof's inputs
+_NARROW, _MANY_ROWS = 256, 40_000  # narrow norms, as of heads, run by another kernel of Liger from 32,768 rows
 _KNOWN_MODULES = ("transformers.", "liger_kernel.")  # packages whose classes compute as their family
 _INSTALL = f"pip install 'liger-kernel>={'.'.join(map(str, LEAST_LIGER))}'"
 
@@ -46,17 +52,7 @@ FUSED_FAMILIES: Mapping[str, Kind] = {
     "olmo2": _WIDE_WEIGHTS,
     **dict.fromkeys(("gemma", "gemma3_text"), _GEMMA),
 }
-_GATES = {"silu": "swiglu", "swish": "swiglu", "gelu_pytorch_tanh": "geglu"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FusedKernels:
-    """rms_norm(x, weight, eps, offset, casting, in_place), swiglu(a, b), geglu(a, b), rope(q, k, cos, sin)."""
-
-    rms_norm: Callable[..., Tensor]
-    swiglu: Callable[[Tensor, Tensor], Tensor]
-    geglu: Callable[[Tensor, Tensor], Tensor]
-    rope: Callable[..., tuple[Tensor, Tensor]]
+_GATES = {"silu": "liger_swiglu", "swish": "liger_swiglu", "gelu_pytorch_tanh": "liger_geglu"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,21 +102,48 @@ def _against_liger(needs: FusedNeeds) -> tuple[str, str] | None:
     return None
 
 
-def liger_kernels() -> FusedKernels:
-    """Import Liger's functions."""
-    functional: Any = importlib.import_module("liger_kernel.transformers.functional")
-    return FusedKernels(
-        rms_norm=functional.liger_rms_norm,
-        swiglu=functional.liger_swiglu,
-        geglu=functional.liger_geglu,
-        rope=functional.liger_rope,
-    )
+def liger_functions() -> Any:
+    """Import the module of Liger's functions."""
+    return importlib.import_module("liger_kernel.transformers.functional")
 
 
-def fused_forwards(model: Any, kernels: FusedKernels) -> tuple[Forwards, str]:
-    """Return fused forwards for the norms, MLPs and attentions of a model of a known family, and the replaced ones.
+def choose_forwards(
+    model: Any, asked: str, needs: FusedNeeds, device: torch.device, transport: Transport | None = None
+) -> tuple[Forwards, str]:
+    """Return fused forwards, if they are right on every rank, and what they replace, or why not. Collective on GPUs.
 
-    Modules with a class or a forward of the user's keep their own.
+    transport: if None, this rank chooses alone.
+
+    Raises:
+        ConfigError: Liger is asked for, and is not available or is wrong.
+    """
+    name, reason = choose_fused(asked, needs)
+    if asked == "off" or not (needs.on_gpu or name == "liger"):
+        return {}, f"off; because {reason}"
+    forwards, done, proof = dict[nn.Module, Any](), "", Proof(fault=reason)
+    if name == "liger":
+        try:
+            forwards, done = fused_forwards(model, liger_functions())
+            proof = prove(_cases(model, forwards, needs.dtype, device), needs.dtype, device)
+        except (ImportError, AttributeError) as error:
+            proof = Proof(fault=f"liger-kernel {needs.liger} cannot be imported: {error}")
+    against = faults_of_ranks(transport, {"liger": proof.fault}).get("liger")
+    if against is None:
+        return forwards, f"liger ({done}); because {reason}; {proof}"
+    if name == "liger":
+        against = f"a function of Liger is wrong or missing: {against}"
+    if asked == "liger":
+        expected, remedy = "functions of Liger that compute as transformers does", "Set fused_layers: auto."
+        raise ConfigError("fused_layers", expected=expected, got=against, remedy=remedy)
+    return {}, f"off; because {against}"
+
+
+def fused_forwards(model: Any, liger: Any) -> tuple[Forwards, str]:
+    """Return fused forwards for the norms, MLPs and attentions of a model of a known family, and what they replace.
+
+    liger: the module of its functions, rms_norm(x, weight, eps, offset, casting, in_place), swiglu(a, b), geglu(a, b)
+    and rope(q, k, cos, sin), with names that begin with `liger_`. Modules with a class or a forward of the user's keep
+    their own.
     """
     kind, gate = FUSED_FAMILIES[model.config.model_type], _gate(model.config)
     found, forwards = Counter[str](), dict[nn.Module, Callable[..., Any]]()
@@ -130,16 +153,55 @@ def fused_forwards(model: Any, kernels: FusedKernels) -> tuple[Forwards, str]:
         if "forward" in vars(module) or not type(module).__module__.startswith(_KNOWN_MODULES):
             continue
         if name.endswith("RMSNorm"):
-            forwards[module] = partial(_norm, module, kernels.rms_norm, kind)
+            forwards[module] = partial(_norm, module, liger.liger_rms_norm, kind)
             found["norms"] += 1
         elif gate is not None and name.endswith("MLP") and hasattr(module, "down_proj"):
-            halves = _halves_of_one if hasattr(module, "gate_up_proj") else _two_halves
-            forwards[module] = partial(_gated, module, getattr(kernels, gate), halves)
+            forwards[module] = partial(_gated, module, getattr(liger, gate))
             found["gated MLPs"] += 1
         elif _ROPE in _names(module):
-            forwards[module] = partial(_with_global(_forward(module), _ROPE, partial(_rope, kernels.rope)), module)
+            forwards[module] = partial(_with_global(_forward(module), _ROPE, liger.liger_rope), module)
             found["attentions (RoPE)"] += 1
     return forwards, ", ".join(f"{number} {what}" for what, number in found.items()) or "no layer of this model"
+
+
+def _cases(model: Any, forwards: Mapping[Any, Any], dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    """Yield a call of every class and size of fused modules, with the class's own forward as the reference."""
+    random, heads = torch.Generator().manual_seed(0), attention_heads(model.config)
+    half = next(len(each) for name, each in model.named_buffers() if name.endswith("inv_freq"))
+    angles = torch.arange(_ROWS, device="cpu")[:, None] * torch.linspace(0, 1, half, device="cpu").repeat(2)
+    turns = [each[None].to(device, dtype) for each in (angles.cos(), angles.sin())]
+    for module, forward in {(type(each), str(each)): (each, forwards[each]) for each in forwards}.values():
+        own: Any = _forward(module)
+        if _ROPE in _names(module):
+            sizes = {name: (1, _ROWS, number, module.head_dim) for name, number in zip("qk", heads, strict=True)}
+            runs = [partial(_turned, each.__globals__[_ROPE], turns) for each in (forward.func, own)]
+        else:
+            runs = [partial(_alone, module, *each) for each in ((forward.func, *forward.args[1:]), (own,))]
+            if hasattr(module, "down_proj"):
+                sizes = dict.fromkeys(("gate", "up"), (1, _ROWS, module.down_proj.in_features))
+            else:
+                width = module.weight.shape[-1]
+                sizes = {"x": (1, _ROWS if width > _NARROW else _MANY_ROWS, width), "weight": (width,)}
+        inputs = {
+            name: torch.randn(size, generator=random, device="cpu", dtype=torch.float32).to(device, dtype)
+            for name, size in sizes.items()
+        }
+        yield Case(name=type(module).__name__, run=partial(by_autograd, *runs, inputs))
+
+
+def _turned(rope: Callable[..., Any], turns: list[Tensor], inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Turn queries and keys that lie in memory as in a model, where Liger works in place."""
+    q, k = (x.transpose(1, 2) for x in inputs.values())
+    return dict(zip("qk", rope(q, k, *(each.to(q.dtype) for each in turns)), strict=True))
+
+
+def _alone(module: nn.Module, forward: Callable[..., Tensor], *arguments: Any) -> dict[str, Tensor]:
+    """Run a forward of a norm, or of an MLP without projections, with two inputs in place of the module's values."""
+    alone, (first, second) = copy.copy(module), arguments[-1].values()
+    parts = {"weight": second, "gate_proj": lambda _: first, "up_proj": lambda _: second, "down_proj": lambda x: x}
+    parts["gate_up_proj"] = lambda _: torch.cat((first, second), dim=-1)
+    vars(alone).update({name: part for name, part in parts.items() if hasattr(module, name)})
+    return {"out": forward(alone, *arguments[:-1], first)}
 
 
 def _gate(config: Any) -> str | None:
@@ -152,25 +214,10 @@ def _norm(module: Any, rms_norm: Callable[..., Tensor], kind: Kind, x: Tensor) -
     return rms_norm(x, module.weight, eps, kind.offset, kind.casting, False)
 
 
-def _gated(
-    module: Any, gate: Callable[[Tensor, Tensor], Tensor], halves: Callable[..., tuple[Tensor, Tensor]], x: Tensor
-) -> Tensor:
-    return module.down_proj(gate(*halves(module, x)))
-
-
-def _two_halves(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    return module.gate_proj(x), module.up_proj(x)
-
-
-def _halves_of_one(module: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    gate, up = module.gate_up_proj(x).chunk(2, dim=-1)
-    return gate, up
-
-
-def _rope(
-    rope: Callable[..., tuple[Tensor, Tensor]], q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
-) -> tuple[Tensor, Tensor]:
-    return rope(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
+def _gated(module: Any, gate: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
+    if hasattr(module, "gate_up_proj"):
+        return module.down_proj(gate(*module.gate_up_proj(x).chunk(2, dim=-1)))
+    return module.down_proj(gate(module.gate_proj(x), module.up_proj(x)))
 
 
 def _names(module: nn.Module) -> tuple[str, ...]:

@@ -1,20 +1,20 @@
 """Choose the kernels of layers that mix tokens without attention, at a run's start, and report them.
 
-On GPUs a package's function is used if it is installed, takes the model and is right on the device: outputs, maps and
-gradients are compared with transformers' own function in fp32, on small documents and cut spans. No rank uses a
-function that one rank lacks or computes wrongly; transformers' function then runs.
+On GPUs a package's function is used if it is installed, takes the model and is right on the device: it is proved
+(`attention.proof`) by transformers' own function, on small documents and cut spans, or transformers' function runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lengthwise.attention import differences, tolerance_for
-from lengthwise.comm import Transport, share_first
+from lengthwise.attention import Case, by_autograd, faults_of_ranks, prove
+from lengthwise.comm import Transport
 from lengthwise.models.mixer_kernels import (
     CONVOLUTION,
     KDA,
@@ -44,24 +44,24 @@ def choose_mixers(
     say: callback for each choice and its reason, by default a print on rank 0. On the CPU there is no choice.
     """
     names = mixers_in(model) if takes_packages(device) else []
-    found = {name: package_kernel(PACKAGES[name], layers_of(model), dtype) for name in names}
-    obstacles = {name: _obstacle(name, kernel, model, dtype, device) for name, kernel in found.items()}
-    against: dict[str, str] = {}
-    while names:  # each turn shares one rank's obstacles; all ranks have the same names
-        own = {name: why for name, why in obstacles.items() if why is not None and name not in against}
-        new = share_first(transport, own)
-        if not new:
-            break
-        against |= new
-    for name in names:
+    kernels = {name: package_kernel(PACKAGES[name], layers_of(model), dtype) for name in names}
+    lines, faults = dict[str, str](), dict[str, str | None]()
+    for name, kernel in kernels.items():
+        if isinstance(kernel, str):
+            faults[name] = kernel
+            continue
+        proof = prove(cases_of(name, kernel, model, dtype, device), dtype, device)
+        faults[name] = proof.fault and f"{kernel.name} is wrong on this device: {proof.fault}"
+        lines[name] = f"{kernel.name}; because it computes as transformers does on this device; {proof}"
+    against = faults_of_ranks(transport, faults)
+    for name, kernel in kernels.items():
         line = f"{PACKAGES[name].title}: "
-        kernel = found[name]
         if name in against:
             line += f"transformers' own function, which is slower; because {against[name]}"
         else:
             assert isinstance(kernel, MixerKernel), f"{name}: {kernel}"
             use_kernels(model, {(name, dtype): kernel})
-            line += f"{kernel.name}; because it computes as transformers does on this device"
+            line += lines[name]
         if say is not None:
             say(line)
         elif transport.rank == 0:
@@ -79,77 +79,35 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [*found.values()]
 
 
-def _obstacle(
-    name: str, kernel: MixerKernel | str, model: nn.Module, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    if isinstance(kernel, str):
-        return kernel
+def cases_of(
+    name: str, kernel: MixerKernel, model: nn.Module, dtype: torch.dtype, device: torch.device
+) -> Iterator[Case]:
+    """Yield a kernel's call for every layer that differs, with transformers' own function."""
     plain = plain_kernel(name, plain_function(model, name))
-    faults = (fault_of(name, kernel, plain, layer, dtype, device) for layer in layers_of(model))
-    fault = next(filter(None, faults), None)
-    return None if fault is None else f"{kernel.name} is wrong on this device: {fault}"
+    for layer in layers_of(model):
+        inputs = {each: x.to(device) for each, x in _drawn(name, layer, dtype).items()}
+        runs = (partial(_computed, name, each, layer) for each in (kernel, plain))
+        yield Case(name=type(layer).__name__, run=partial(by_autograd, *runs, inputs))
 
 
-def fault_of(
-    name: str, kernel: MixerKernel, plain: MixerKernel, layer: nn.Module, dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Describe a kernel's errors for a layer on `device`; return None without any."""
-    allowed = tolerance_for(dtype)
-    try:
-        # The caller's torch modes are for the model: one turns fp32 to fp64, others count or record.
-        with (
-            torch._C.DisableTorchFunction(),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-            torch.autocast(device.type, enabled=False),
-        ):
-            tokens = {each: x.to(device) for each, x in _drawn(name, layer, dtype).items()}
-            wanted = _computed(name, plain, layer, {each: x.float() for each, x in tokens.items()})
-            computed = _computed(name, kernel, layer, tokens)
-            wrong = [
-                line
-                for each, one in computed.items()
-                for line in (
-                    differences(each, one.double(), wanted[each].double(), allowed)
-                    if one.isfinite().all()
-                    else [f"{each} is not finite"]
-                )
-            ]
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # noqa: BLE001 - after any error the kernel cannot be used
-        wrong = [f"{type(error).__name__}: {(str(error).splitlines() or ['no message'])[0]}"]
-    return "; ".join([f"{type(layer).__name__}, {str(dtype).removeprefix('torch.')}", *wrong]) if wrong else None
-
-
-def _computed(name: str, kernel: MixerKernel, layer: Any, tokens: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return a kernel's outputs, maps, states and gradients for random tokens."""
-    inputs = {each: x.detach().clone().requires_grad_() for each, x in tokens.items()}
+def _computed(name: str, kernel: MixerKernel, layer: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return a kernel's outputs, maps and states for random tokens."""
     if name == CONVOLUTION:
         rows, weight, bias = inputs["rows"], inputs["weight"], inputs.get("bias")
-        found = {"out": kernel.run(rows.t()[None], weight, bias, activation=getattr(layer, "activation", None))}
-    else:
-        parts, scan = dict(inputs), DeltaRule(kernel, use_qk_l2norm_in_kernel=True)
-        if name == MAMBA2:
-            beside = {each: parts.pop(each) for each in ("D", "dt_bias")}
-            how = {"chunk_size": layer.chunk_size, "dt_softplus": True, "dt_limit": layer.time_step_limit}
-            scan = Mamba2(kernel, parts.pop("A"), **beside, **how)
-        lengths = _lengths(layer)
-        opened = scan.open(parts, [*lengths[:2], 0, *lengths[2:]])
-        found = {"out": scan.run(parts, lengths, before=None, states=False)[0], "out from zero": opened.out}
-        found |= {"reader": opened.reader, "map": opened.a, "state": opened.b}
-        before = torch.cat([opened.b[:2], opened.b[3:]])
-        out, states = scan.run(parts, lengths, before=before, states=True)
-        assert states is not None, "states that were asked for"
-        found |= {"out from states": out, "state after states": states}
-    random = torch.Generator().manual_seed(1)
-    drawn = (torch.randn(x.shape, generator=random, device="cpu", dtype=torch.float32) for x in found.values())
-    # Rounded to bf16, so that they are the same in every dtype.
-    grads = [each.bfloat16().to(x.device, x.dtype) for x, each in zip(found.values(), drawn, strict=True)]
-    gradients = torch.autograd.grad([*found.values()], [*inputs.values()], grads)
-    return {each: x.detach() for each, x in found.items()} | {
-        f"gradient of {each}": x for each, x in zip(inputs, gradients, strict=True)
-    }
+        return {"out": kernel.run(rows.t()[None], weight, bias, activation=getattr(layer, "activation", None))}
+    parts, scan = dict(inputs), DeltaRule(kernel, use_qk_l2norm_in_kernel=True)
+    if name == MAMBA2:
+        beside = {each: parts.pop(each) for each in ("D", "dt_bias")}
+        how = {"chunk_size": layer.chunk_size, "dt_softplus": True, "dt_limit": layer.time_step_limit}
+        scan = Mamba2(kernel, parts.pop("A"), **beside, **how)
+    lengths = _lengths(layer)
+    opened = scan.open(parts, [*lengths[:2], 0, *lengths[2:]])
+    found = {"out": scan.run(parts, lengths, before=None, states=False)[0], "out from zero": opened.out}
+    found |= {"reader": opened.reader, "map": opened.a, "state": opened.b}
+    before = torch.cat([opened.b[:2], opened.b[3:]])
+    out, states = scan.run(parts, lengths, before=before, states=True)
+    assert states is not None, "states that were asked for"
+    return {**found, "out from states": out, "state after states": states}
 
 
 def _lengths(layer: Any) -> list[int]:

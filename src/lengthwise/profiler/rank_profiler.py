@@ -39,9 +39,9 @@ from lengthwise.models import (
     Computing,
     ModelSource,
     build_model,
+    choose_layers,
     choose_mixers,
     choose_model_kernel,
-    compute_so,
     position_limit,
     score_cap,
     token_loss,
@@ -154,7 +154,7 @@ def build(
 ) -> Trained:
     """Build a model with random weights, its parameters and optimizer, to be measured. Collective."""
     model = build_model(source, seed=0, stored=transport.rank == 0)
-    compute_so(model, computing or Computing(), world.device, dtype=DTYPES[precision])
+    choose_layers(model, computing or Computing(), world.device, transport, dtype=DTYPES[precision]).put()
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
     parameters = lay_parameters(model, transport, Sharding(dtype=DTYPES[precision], device=world.device))
     return model, parameters, sliced_optimizer(OptimizerConfig(), model, parameters, transport.rank)
@@ -187,9 +187,8 @@ class RankProfiler:
         self._plain, self._model = transport, model
         self._watch = Stopwatch(settings.clock, transport, world.device)
         self._transport = WatchedTransport(transport, self._watch)
-        self._kernel: BlockKernel = choose_model_kernel(
-            model.config, settings.computing, world.device, dtype=self._dtype
-        )
+        how = {"dtype": self._dtype, "transport": transport}
+        self._kernel: BlockKernel = choose_model_kernel(model.config, settings.computing, world.device, **how)
         self._parameters, self._optimizer = parameters, optimizer
 
     def time_in_turns(self, runs: Sequence[ProfiledRun]) -> list[Sample]:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lengthwise.attention import BlockKernel
-from lengthwise.comm import Mesh, Transport, share_first, share_numbers
+from lengthwise.comm import Mesh, Transport, share_numbers
 from lengthwise.config import OffloadConfig
 from lengthwise.core.shape import UNCUT
 from lengthwise.cost import logits_at_once, shape_from_config
@@ -165,8 +165,8 @@ class Engine:
         then prints which kernels are used, and why not others.
         """
         if dtype not in self._kernels:
-            agree = partial(share_first, self.transport)
-            found = choose_model_kernel(self.config, self.computing, self.device, dtype=dtype, say=say, agree=agree)
+            how = {"dtype": dtype, "say": say, "transport": self.transport}
+            found = choose_model_kernel(self.config, self.computing, self.device, **how)
             self._kernels[dtype] = found
             choose_mixers(self.model, self.transport, self.device, dtype=dtype, say=say)
         return self._kernels[dtype]

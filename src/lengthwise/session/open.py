@@ -184,7 +184,7 @@ def _lay(
         autocast=settings.autocast,
         seed=settings.seed,
         offload=settings.offload,
-        layers=choose_layers(text, computing, device, dtype=dtype, say=say, wrap=settings.model),
+        layers=choose_layers(text, computing, device, transport, dtype=dtype, say=say, wrap=settings.model),
     )
     closing.callback(engine.close)
     overlaps, in_step = asked.overlaps(on_gpus=settings.on_gpus), asked.ranks_in_step(transport.world_size)
