@@ -15,7 +15,6 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
 from lengthwise.run.callbacks import StepMetrics, TrainResult
 from lengthwise.run.verify import VerifyReport
-from lengthwise.simulator import Stretch
 from run.small_runs import call, make_rows, write_model, write_run
 
 PLAN = Plan(
@@ -141,11 +140,3 @@ def test_demo_fails_when_the_saved_model_is_another(tmp_path, capsys):
     assert demo._open(folder, dataclasses.replace(RESULT, parameters=true_size), lambda text, **_: lines.append(text))
     assert "FAIL" not in lines[-1]
     assert "PASS" in lines[-1]
-
-
-def test_gpu_lines_show_packs_rings_and_waits() -> None:
-    ring = Stretch(0.0, 4.0, "ring")
-    work = [[ring, Stretch(4.0, 8.0, "local")], [ring, Stretch(5.0, 6.0, "local")]]
-    lines = demo.gpu_lines(work, step_seconds=9.0, most_seconds=10.0, width=10)
-    assert lines == ["GPU 0 |====####.|", "GPU 1 |====.#...|"]
-    assert demo.gpu_lines(work[1:], step_seconds=9.0, most_seconds=20.0, width=10) == ["GPU 0 |==#.|"]

@@ -137,23 +137,6 @@ def test_simulate_takes_a_models_folder_without_torch(tmp_path, monkeypatch, cap
     assert "--model my-model: config key vocab_size: expected" in error
 
 
-def test_simulate_puts_prompts_before_completions_and_says_what_sharing_them_saves(tmp_path, capsys) -> None:
-    lengths, out = tmp_path / "lengths.json", tmp_path / "out"
-    lengths.write_text(json.dumps([500, 700, 900]))
-    asked = ("--model", "qwen3-0.6b", "--gpus", 2, "--recompute", "layer", "--batch-tokens", "40K", "--batches", 1)
-    status, said, _ = simulate(capsys, *asked, "--lengths", lengths, "--branches", "8x2K", "--out", out)
-    assert status == 0
-    written = json.loads((out / "simulation.json").read_text())
-    assert (written["num_sequences"], written["longest_tokens"]) == ([15], 2048 + 900)
-    assert written["batch_tokens"] == [15 * 2048 + 5 * (500 + 700 + 900)]
-    ours, found = written["answer"]["rows"][-1], written["answer"]["branches"]
-    assert (found["completions"], found["prompt_tokens"], found["steps_sharing"]) == (8, 2048, 1)
-    assert found["saved_tokens_ratio"] == pytest.approx(13 * 2047 / written["batch_tokens"][0])
-    assert f"{found['whole_step_seconds'][0] / ours['step_seconds'][0]:.2f}x as long." in said
-    assert "8 completions of each prompt of 2,048 tokens, counted in each" in said
-    assert "Prompts computed once: " in (out / "report.html").read_text()
-
-
 def test_simulate_again_takes_the_place_of_the_earlier_run(tmp_path, capsys) -> None:
     out = tmp_path / "out"
     rest = (*OWN, "--lengths", "prolong", "--context", "4K", "--out", out)

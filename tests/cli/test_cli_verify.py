@@ -215,10 +215,6 @@ def one_block_a_pack(self, rank, hop, inner=MicrobatchProgram.tasks):
     return tuple(blocks)
 
 
-def last_hop_dropped(self, rank, hop, inner=MicrobatchProgram.tasks):
-    return () if hop and hop == self.ring_steps - 1 else inner(self, rank, hop)
-
-
 def labels_that_are_not_shifted(self, i, *span):
     """Wrong for all ranks alike: it must not pass because the reference shares it."""
     return self.dataset.read(self.ids[i], *span)[1]
@@ -244,9 +240,6 @@ FAULTS = [
     (batches.StepBatch, "shift_labels", labels_that_are_not_shifted, 2, "heads=off"),
     more(batches.StepBatch, "__init__", one_token_more, 2, "heads=off"),
     (objective, "model_loss", loss_scaled_by_ranks, 2, "heads=off"),
-    more(MicrobatchProgram, "tasks", last_hop_dropped, 3, "precision=bf16 heads=off"),
-    more(partials, "merge_block", merge_that_averages, 3, "precision=bf16 heads=off"),
-    more(batches.StepBatch, "tensors", labels_shifted_after_the_cut, 3, "precision=bf16 heads=off"),
 ]
 
 

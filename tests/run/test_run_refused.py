@@ -32,6 +32,7 @@ def model(tmp_path_factory):
         ({"offload": DISK, "model": "tiny"}, "offload.ratio: expected a model of more than 2 layers"),
         ({"optimizer": DECAY}, "at most the run's 7 steps for warm-up and decay; got 3 and 5"),
         ({"optimizer": DECAY, "attention": "flash2"}, "attention: expected auto or reference on the CPU; got flash2"),
+        ({"planner": "packed-dp", "capacity_tokens": 20}, "at most 20 tokens"),
     ],
     ids=str,
 )

@@ -284,16 +284,6 @@ def test_a_failed_save_is_a_warning_and_the_third_in_a_row_an_error(tmp_path, mo
     assert sorted(each.name for each in (tmp_path / "out/checkpoints").iterdir()) == ["step-000001", "step-000002"]
 
 
-def test_saving_in_the_background_changes_nothing(tmp_path):
-    path = run_of(tmp_path)
-    wanted = whole(path, ranks=2)
-    lengthwise.train(path, ranks=2, overrides=["checkpoint.background=true"])
-    assert_equal_runs(tmp_path / "out", wanted)
-    plain = run_of(tmp_path / "plain", checkpoint=None)
-    lengthwise.train(plain, ranks=2)
-    assert losses(tmp_path / "plain/out") == losses(wanted)
-
-
 def test_a_job_that_is_started_again_goes_on_where_there_is_a_checkpoint(tmp_path, capsys):
     """It never deletes a model that was trained."""
     path = run_of(tmp_path)

@@ -165,16 +165,6 @@ def test_a_feed_that_stops_is_named_and_ended(tmp_path, named):
     assert not feeders()
 
 
-@pytest.mark.exhaustive
-def test_rows_of_a_stream_that_goes_on_are_those_of_before(tmp_path):
-    path = run_of(tmp_path, streaming=True, capacity_tokens=128)
-    broken_off(path, 1, after=5)
-    rows = path.parent / "train.jsonl"
-    rows.write_text(rows.read_text().replace("1", "2", 1))
-    assert call("train", path, "--resume") == 2
-    assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
-
-
 _SLOW_SOCKETS = """
 import socket, time
 def slowly(call):
