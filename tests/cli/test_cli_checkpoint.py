@@ -6,10 +6,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from testing.small import make_rows
 from transformers import AutoModelForCausalLM
 
 import lengthwise
-from run.small_runs import call, make_rows, write_run
+from run.small_runs import call, write_run
 from run.test_run_resume import change_state
 from tiers import more
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from testing.small import make_rows, write_model
 
 from lengthwise.cli import demo
 from lengthwise.config import load_config
@@ -15,7 +16,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
 from lengthwise.run.callbacks import StepMetrics, TrainResult
 from lengthwise.run.verify import VerifyReport
-from run.small_runs import call, make_rows, write_model, write_run
+from run.small_runs import call, write_run
 
 PLAN = Plan(
     ranks=4, layers=1, capacity=8, tokens=(3,),

@@ -5,9 +5,10 @@ import re
 
 import pytest
 import yaml
+from testing.small import make_rows, write_model
 
 from lengthwise.config import load_config
-from run.small_runs import call, losses, make_rows, write_model
+from run.small_runs import call, losses
 
 
 @pytest.fixture(autouse=True)

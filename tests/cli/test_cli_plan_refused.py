@@ -3,9 +3,10 @@
 import os
 
 import pytest
+from testing.small import VOCAB, make_rows
 
 from cli.plan_calls import refused
-from run.small_runs import VOCAB, make_rows, write_run
+from run.small_runs import write_run
 
 BASE = {"--lengths": "lengths.json", "--ranks": "2", "--capacity": "64", "--out": "plan.json"}
 CONFIG = "--lengths - --config run.yaml"

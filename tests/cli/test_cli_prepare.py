@@ -5,9 +5,10 @@ import re
 
 import numpy as np
 import pytest
+from testing.small import make_rows
 
 from lengthwise.data.prepared import NAME
-from run.small_runs import call, make_rows, write_rows, write_run
+from run.small_runs import call, write_rows, write_run
 
 ROWS = [*make_rows([30, 12, 5, 60, 1, 17, 44]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
 

@@ -33,36 +33,6 @@ def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, caps
     assert "<svg" in (out / "report.html").read_text()
 
 
-def test_simulate_own_data_on_gpus(tmp_path, capsys) -> None:
-    rows = tmp_path / "my.jsonl"
-    rows.write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in (30_000, 500, 500, 20, 4000)))
-    out = tmp_path / "out"
-    status, said, _ = simulate(
-        capsys, "--model", "llama-13b", "--gpus", 32, "--pp", 4, "--batch-tokens", "100K", "--batches", 1,
-        "--data", rows, "--planners", "static,bytescale", "--out", out,
-    )  # fmt: skip
-    assert status == 0
-    written = json.loads((out / "simulation.json").read_text())
-    assert written["devices"] == 32
-    assert (written["mesh"], written["context_tokens"]) == ("best", 30_000)
-    assert all(each["stages"] == 4 for each in written["planners"].values())
-    assert written["batch_tokens"][0] >= 100 * 1024
-    assert "On 32 devices of h100" in said
-    assert "These rows have no stages, which count in the details below." in said
-
-
-def test_simulate_takes_what_is_given_as_given(tmp_path, capsys) -> None:
-    out = tmp_path / "out"
-    rest = ("--lengths", "github", "--context", "32K", "--gpus", 16, "--planners", "static,lengthwise", "--out", out)
-    small = ("--model", "llama-7b", "--batch-tokens", "256K", "--batches", 1, *rest)
-    given = ("--heads", "off", "--offload", "off", "--recompute", "layer", "--capacity", "9000")
-    assert simulate(capsys, *small, *given)[0] == 0
-    for found in json.loads((out / "simulation.json").read_text())["planners"].values():
-        assert (found["heads"], found["offload"]) == ("off", "off")
-        assert found["capacities_tokens"] == {"layer": 9000}
-        assert found["most_heads"] == [1]
-
-
 def test_simulate_pipelines_stage_by_stage(tmp_path, capsys) -> None:
     mesh = ("--mesh", "same", "--lengths", "github", "--context", "64K", "--pp", 4, "--planners", "lengthwise")
     for name, mode in {"piped": ("--mode", "pipeline", "--virtual", 2), "free": ("--mode", "free")}.items():

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from testing.small import make_rows, write_model
 from testing.staged import Slabs, StagedTransport
 
 from lengthwise.attention import heads, partials
@@ -19,7 +20,7 @@ from lengthwise.program import MicrobatchProgram
 from lengthwise.run import prepared_run, verify, verify_batch
 from lengthwise.run.rounding import FACTOR, TOLERANCES
 from lengthwise.session import engine
-from run.small_runs import call, make_rows, write_model, write_rows, write_run
+from run.small_runs import call, write_rows, write_run
 from tiers import more, some
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import given
+from testing.small import make_rows
 
 import lengthwise
 from data.stores import DOCUMENTS, FILES, PART_BYTES, content, load, prepare, small_blocks, write_sources
@@ -22,7 +23,7 @@ from lengthwise.data.prepared import NAME
 from lengthwise.run import caching
 from lengthwise.run.caching import VARIABLE, DataCache, data_cache
 from properties import costliest
-from run.small_runs import losses, make_rows, read_lines, steps_of, write_rows, write_run
+from run.small_runs import losses, read_lines, steps_of, write_rows, write_run
 from tiers import more
 
 FORK = multiprocessing.get_context("fork")

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from testing.small import make_rows, relative
 from torch import nn
 from transformers import LlamaConfig, MixtralConfig
 
@@ -15,7 +16,7 @@ from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.prepared_run import read_start
 from lengthwise.setup import memory_of_settings
-from run.small_runs import call, losses, make_rows, relative, train, write_run
+from run.small_runs import call, losses, train, write_run
 
 LENGTHS = (40, 9, 17, 3)
 

@@ -3,9 +3,10 @@
 import json
 
 import pytest
+from testing.small import make_rows
 
 from lengthwise.core.files import read_plan_text
-from run.small_runs import call, make_rows, train, write_run
+from run.small_runs import call, train, write_run
 from tiers import more
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")

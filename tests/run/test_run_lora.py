@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from testing.small import make_rows
 
 from lengthwise.config import load_config
 from lengthwise.cost.measured import read_measurements
@@ -13,13 +14,7 @@ from lengthwise.models import stored_model
 from lengthwise.run import checks, setup
 from lengthwise.run.checks import prepare_job
 from lengthwise.session.settings import check_settings, cost_of
-from run.small_runs import (
-    call,
-    losses,
-    make_rows,
-    train,
-    write_run,
-)
+from run.small_runs import call, losses, train, write_run
 from tiers import more
 
 pytest.importorskip("peft", minversion="0.21")
@@ -117,8 +112,3 @@ def test_lora_without_peft_is_one_line_that_says_what_to_install(tmp_path, capfd
     err = capfd.readouterr().err
     assert err.count("\n") == 1
     assert "pip install 'peft" in err
-
-
-def test_lora_defaults(tmp_path):
-    config = load_config(run_file(tmp_path, lora={})).lora
-    assert (config.r, config.lora_alpha, config.target_modules, config.use_rslora) == (8, 8, ("all-linear",), False)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from testing.small import make_rows
 
 from lengthwise.engine import objective, parameters
-from run.small_runs import call, make_rows, write_run
+from run.small_runs import call, write_run
 
 
 def out_of_memory(*_, **__):

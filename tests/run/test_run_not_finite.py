@@ -6,23 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors.torch import load_file
+from testing.small import make_rows, plain_training
 
 import lengthwise
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.run import step_end
 from lengthwise.session import engine
-from run.small_runs import (
-    FailsAfter,
-    call,
-    losses,
-    make_rows,
-    plain_training,
-    read_lines,
-    steps_of,
-    train,
-    whole,
-    write_run,
-)
+from run.small_runs import FailsAfter, call, losses, read_lines, steps_of, train, whole, write_run
 from tiers import more
 
 ROWS = make_rows([5, 40, 9, 12, 33, 7, 21, 3], seed=3)

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from testing.small import make_rows
 
 import lengthwise
 from data.feeds import LocalClient
@@ -18,7 +19,7 @@ from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.run import actors, rank
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
-from run.small_runs import assert_equal_runs, broken_off, call, make_rows, read_lines, write_run
+from run.small_runs import assert_equal_runs, broken_off, call, read_lines, write_run
 from tiers import more
 
 LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both

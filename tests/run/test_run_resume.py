@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from testing.small import make_rows
 from transformers import AutoModelForCausalLM
 from transformers.optimization import get_scheduler
 
@@ -28,7 +29,6 @@ from run.small_runs import (
     call,
     count_lines,
     losses,
-    make_rows,
     read_lines,
     whole,
     write_rows,
@@ -158,13 +158,6 @@ def break_bit(path: Path) -> None:
     path.write_bytes(raw)
 
 
-def swap(path: Path) -> None:
-    other = path.with_name("rank-00000.safetensors")
-    mine, theirs = path.read_bytes(), other.read_bytes()
-    path.write_bytes(theirs)
-    other.write_bytes(mine)
-
-
 def change_state(folder: Path, name: str, change, rank=0) -> None:
     """Change a state of a rank, with a manifest that fits."""
     file = f"rank-{rank:05d}.safetensors"
@@ -177,20 +170,14 @@ def change_state(folder: Path, name: str, change, rank=0) -> None:
     (folder / "manifest.json").write_text(signed(values))
 
 
-def negative_moment(path: Path) -> None:
-    """Change a state in a file that fits its manifest."""
-    change_state(path.parent, "exp_avg_sq", lambda values: -1 - values, rank=1)
-
-
-@pytest.mark.parametrize("damage", [break_bit, swap, negative_moment])
-def test_a_damaged_file_is_named_before_anything_changes(broken, capsys, damage):
-    damage(broken.parent / "out/checkpoints/step-000004/rank-00001.safetensors")
+def test_a_damaged_file_is_named_before_anything_changes(broken, capsys):
+    break_bit(broken.parent / "out/checkpoints/step-000004/rank-00001.safetensors")
     before = contents(broken.parent / "out")
     capsys.readouterr()
     assert call("train", broken, "--ranks", 3, "--resume") == 2
     told = capsys.readouterr().err
-    assert ("exp_avg_sq" if damage is negative_moment else "SHA-256") in told
-    assert "step-000004/rank-0000" in told
+    assert "SHA-256" in told
+    assert "step-000004/rank-00001" in told
     assert contents(broken.parent / "out") == before
 
 

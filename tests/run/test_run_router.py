@@ -18,6 +18,7 @@ from testing import (
 )
 from testing.laid import whole_parameters
 from testing.order import check_order, rank_groups
+from testing.small import VOCAB, make_rows, plain_loss, plain_training, relative
 from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -39,18 +40,7 @@ from lengthwise.models import (
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import last_on_all_ranks, lower_plan
 from lengthwise.run import reference, verify
-from run.small_runs import (
-    VOCAB,
-    call,
-    make_rows,
-    plain_loss,
-    plain_training,
-    read_lines,
-    relative,
-    steps_of,
-    train,
-    write_run,
-)
+from run.small_runs import call, read_lines, steps_of, train, write_run
 from tiers import more, some
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")

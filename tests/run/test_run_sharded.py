@@ -11,20 +11,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from testing import run_ranks, tiny_family_config
 from testing.laid import freed_parameters
+from testing.small import make_rows, write_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
-from run.small_runs import (
-    Command,
-    call,
-    children,
-    count_lines,
-    make_rows,
-    read_lines,
-    write_model,
-    write_run,
-)
+from run.small_runs import Command, call, children, count_lines, read_lines, write_run
 from tiers import more
 
 CPU = torch.device("cpu")

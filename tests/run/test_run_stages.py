@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from testing import run_ranks, tiny_family_config
+from testing.small import make_rows, write_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise.comm import SoloTransport, World
@@ -14,7 +15,7 @@ from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.run.building import open_session
 from lengthwise.run.launch import threads_of_each
 from lengthwise.session import open as session_open
-from run.small_runs import call, job_of, make_rows, read_lines, write_model, write_run
+from run.small_runs import call, job_of, read_lines, write_run
 from run.test_run_sharded import LENGTHS, largest_difference, outcome, trained, words
 from tiers import more
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from testing.small import VOCAB, make_rows, small_model
 
 import lengthwise
 from lengthwise.comm import SoloTransport, World
@@ -27,12 +28,10 @@ from lengthwise.data.in_order import StreamOrder
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.feeds import FedRank, _Client, _Process, feeding, socket_path, tokenizing_processes
 from run.small_runs import (
-    VOCAB,
     Command,
     broken_off,
     call,
     losses,
-    make_rows,
     model_of,
     read_lines,
     steps_of,
@@ -40,7 +39,6 @@ from run.small_runs import (
     write_rows,
     write_run,
 )
-from session.loops import small_model
 from tiers import more
 
 LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both

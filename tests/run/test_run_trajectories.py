@@ -4,20 +4,12 @@ import random
 
 import pytest
 import torch
+from testing.small import make_rows, plain_model, write_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
-from run.small_runs import (
-    call,
-    losses,
-    make_rows,
-    plain_model,
-    read_lines,
-    train,
-    write_model,
-    write_run,
-)
+from run.small_runs import call, losses, read_lines, train, write_run
 
 
 def lively_rows(count=60):

@@ -10,18 +10,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import (
-    both_loops,
-    in_double,
-    in_ranks,
-    loss_tokens,
-    plain_loop,
-    plain_losses,
-    planned_loop,
-    rows_of,
-    small_model,
-    steps_of,
-)
+from loops import both_loops, in_double, in_ranks, planned_loop
+from testing.small import loss_tokens, plain_loop, plain_losses, rows_of, small_model, steps_of
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session

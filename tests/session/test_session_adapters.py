@@ -7,8 +7,9 @@ from functools import partial
 import peft
 import pytest
 import torch
-from loops import VOCAB, both_loops, in_double, in_ranks, rows_of, small_model
+from loops import both_loops, in_double, in_ranks
 from peft import LoraConfig, get_peft_model
+from testing.small import VOCAB, rows_of, small_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from loops import in_double, in_ranks, loss_tokens, plain_losses, rows_of, small_model
+from loops import in_double, in_ranks
+from testing.small import loss_tokens, plain_losses, rows_of, small_model
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError

@@ -6,7 +6,7 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-from loops import small_model
+from testing.small import small_model
 from torch.optim import SGD
 
 from lengthwise import Session, build_config

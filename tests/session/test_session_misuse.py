@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import in_ranks, rows_of, small_model
+from loops import in_ranks
 from peft import LoraConfig, get_peft_model
+from testing.small import rows_of, small_model
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loops import in_ranks, planned_loop, small_model, steps_of
+from loops import in_ranks, planned_loop
+from testing.small import small_model, steps_of
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError

@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from testing.small import small_model, steps_of, write_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise import StoredModel
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.models.own_rows import OwnRows
 from lengthwise.session import Session
-from run.small_runs import write_model
-from session.loops import in_ranks, small_model, steps_of
+from session.loops import in_ranks
 from tiers import more
 
 LR = 1e-2

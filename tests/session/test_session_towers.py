@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from loops import VOCAB
+from testing.small import VOCAB
 from testing.towers import tiny_tower_config
 from transformers import AutoModelForImageTextToText
 

@@ -1,24 +1,13 @@
 """A session whose parameters lie over the ranks gives what the plain loop gives; what needs them whole is refused."""
 
 import copy
-import sys
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from loops import (
-    VOCAB,
-    in_double,
-    in_ranks,
-    loss_tokens,
-    plain_loop,
-    plain_losses,
-    planned_loop,
-    small_model,
-    steps_of,
-)
+from loops import in_double, in_ranks, planned_loop
+from testing.small import VOCAB, plain_loop, small_model, steps_of
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
@@ -38,34 +27,6 @@ def family_model(family, dtype=torch.float64, **changes):
     config = tiny_family_config(family, {"vocab_size": VOCAB, **changes})
     how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": dtype}
     return AutoModelForCausalLM.from_config(config, **how).train()
-
-
-def test_routers_are_balanced_over_the_whole_batch(tmp_path):
-    def work(_rank):
-        model = family_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
-        plain, (rows, *_) = copy.deepcopy(model), steps_of(STEPS)
-        optimizer = MOMENTUM(model.parameters())
-        with Session(model, optimizer, capacity_tokens=64, shard="zero3") as session:
-            found = session.backward(rows)
-            session.clip_grad_norm_(1e9)
-            values = session.token_values(rows)  # of the model before the step, and no loss
-        predicted = [F.log_softmax(plain(input_ids=row["input_ids"][None]).logits[0, :-1], -1) for row in rows]
-        labels = [row.get("labels", row["input_ids"])[1:] for row in rows]
-        outputs = [plain(input_ids=row["input_ids"][None], use_cache=False) for row in rows]
-        logits = tuple(map(torch.cat, zip(*(each.router_logits for each in outputs), strict=True)))
-        formula = sys.modules[type(plain).__module__].load_balancing_loss_func
-        config = plain.config
-        balance = formula(logits, config.num_experts, config.num_experts_per_tok)
-        loss = sum(plain_losses(plain, rows)) / loss_tokens(rows)
-        (loss + 0.5 * balance).backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
-        for own, of_plain, label in zip(values, predicted, labels, strict=True):
-            wanted = of_plain.gather(1, label.clamp(min=0)[:, None])[:, 0].where(label >= 0, 0.0)
-            torch.testing.assert_close(own[:-1], wanted.detach(), rtol=1e-12, atol=1e-12)
-        return (found.loss, found.router_loss, found.grad_norm), (loss.item(), balance.item(), norm)
-
-    for found, expected in in_ranks(in_double(work), 2, tmp_path):
-        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
