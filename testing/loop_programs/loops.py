@@ -347,12 +347,12 @@ class PlannedLoop(Loop):
         raise AssertionError("a loss of NaN was taken")
 
     def step(self) -> Numbers:
-        before = [each.detach().clone() for each in self.model.parameters()]
+        whole = list[nn.Parameter](self.model.parameters() if LAYOUTS[self.program.layout].is_whole else ())
+        before = [each.detach().clone() for each in whole]
         try:
             return super().step()
         except LengthwiseError:
-            if LAYOUTS[self.program.layout].is_whole:
-                assert all(map(torch.equal, self.model.parameters(), before)), "a refused step changes nothing"
+            assert all(map(torch.equal, whole, before)), "a refused step changes nothing"
             raise
 
     def evaluate_elsewhere(self, lengths: Sequence[int], seed: int) -> Numbers:

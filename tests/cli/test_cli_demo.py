@@ -78,14 +78,6 @@ def test_demo_quotes_what_simulate_does_and_draws_both_on_one_scale():
     assert told[0] == "qwen3-8b, 41 files"
     assert told[1].startswith("8 x h100, ")
     assert "longest sequence 117K" in told[1]
-    assert [line[:21].strip() for line in told[2].splitlines()[1:]] == [
-        "FSDP2, padded",
-        "FSDP2, packed",
-        "FSDP2, one ring size",
-        "FSDP2, own sampler",
-        "power-of-two degrees",
-        "Lengthwise",
-    ]
     gpus = [line for line in told if line.startswith("GPU ")]
     assert len(gpus) == 16
     other, ours = (max(map(len, each)) - len("GPU 0 ||") for each in (gpus[:8], gpus[8:]))

@@ -45,14 +45,6 @@ def test_stop_request_is_known_to_one_that_listens_later():
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_stop_request_ends_a_process_of_its_own_at_the_second():
-    with StopRequest(ends_at_the_second=True).listening() as stop:
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-    assert stop.times == 2
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 2e-12])
 @pytest.mark.parametrize("place", ["gradient", "loss", "reference_loss", "router_loss", "reference_router_loss"])
 def test_verification_fails_at_nan_infinity_and_what_is_over_the_tolerance(place, bad):

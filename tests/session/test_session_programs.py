@@ -56,7 +56,7 @@ WRITTEN = {
     "fails and goes on": [FIRST, op("fail"), STEP, SECOND, CLIP],
     "goes on from its state": [FIRST, STEP, op("reload"), SECOND],
 }
-LAYOUTS = {"zero1": 2, "zero1 on the host": 2, "zero3": 2, "hybrid of 2": 4, "stages": 2, "stages of 2 replicas": 4}
+LAYOUTS = {"zero1 on the host": 2, "zero3": 2, "hybrid of 2": 4, "stages": 2, "stages of 2 replicas": 4}
 
 
 def program(operations, ranks=2, layout="zero1", model="tied", optimizer="adamw"):
