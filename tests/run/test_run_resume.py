@@ -1,6 +1,5 @@
 """Runs that go on from a checkpoint: the same to the bit on as many ranks, to rounding on others; what is refused."""
 
-import json
 import os
 import re
 import signal
@@ -14,8 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.optimization import get_scheduler
 
 import lengthwise
-from lengthwise.checkpoint import write_part, writer
-from lengthwise.checkpoint.manifest import signed
+from lengthwise.checkpoint import writer
 from lengthwise.config import RunConfig, load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.run.callbacks import Callback
@@ -156,18 +154,6 @@ def break_bit(path: Path) -> None:
     raw = bytearray(path.read_bytes())
     raw[-1] ^= 1
     path.write_bytes(raw)
-
-
-def change_state(folder: Path, name: str, change, rank=0) -> None:
-    """Change a state of a rank, with a manifest that fits."""
-    file = f"rank-{rank:05d}.safetensors"
-    state = load_file(folder / file)
-    write_part(folder, rank, {**state, name: change(state[name])})
-    note = (folder / file).with_suffix(".digest")
-    values = json.loads((folder / "manifest.json").read_text())
-    values["files"][file]["sha256"] = json.loads(note.read_text())["sha256"]
-    note.unlink()
-    (folder / "manifest.json").write_text(signed(values))
 
 
 def test_a_damaged_file_is_named_before_anything_changes(broken, capsys):

@@ -95,3 +95,12 @@ def in_double(work):
             return work(rank)
 
     return rank_work
+
+
+def same(one, other):
+    """Whether two results are the same, to the bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loops import in_ranks, planned_loop
+from loops import in_ranks, planned_loop, same
 from testing.small import small_model, steps_of
 
 from lengthwise import Session
@@ -34,15 +34,6 @@ def loop(_rank, *, make, steps, state=None, dtype=torch.bfloat16, capacity=64, *
         if state is not None:
             session.load_state_dict(state)
         return planned_loop(session, optimizer, CONSTANT(optimizer), steps), session.state_dict()
-
-
-def same(one, other):
-    """Whether two results are the same, to the bit."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize(
