@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from testing.small import make_rows
 
 import lengthwise
 from data.feeds import LocalClient
@@ -19,19 +18,9 @@ from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.run import actors, rank
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
-from run.small_runs import assert_equal_runs, broken_off, call, read_lines, write_run
+from run.small_runs import assert_equal_runs, broken_off, call, read_lines
+from run.test_run_streaming import run_of
 from tiers import more
-
-LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both
-LIMITS = {"max_tokens": 128, "too_long": "skip"}
-
-
-def run_of(folder, *, remote, **keys):
-    data = [{"path": "train.jsonl", **LIMITS, **({"remote": remote} if remote else {})}]
-    checkpoint = {"every_steps": 2, "background": False}
-    return write_run(
-        folder, make_rows(LENGTHS), data=data, **{"steps": 7, "capacity_tokens": 64, "checkpoint": checkpoint, **keys}
-    )
 
 
 @pytest.fixture

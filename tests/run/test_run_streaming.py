@@ -45,13 +45,11 @@ LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a r
 _PLACE = (1 << 40) - 1  # of a row in its epoch
 
 
-def run_of(folder, *, streaming, **keys):
-    source = {"path": "train.jsonl", "max_tokens": 128, "too_long": "skip"}
-    data = [{**source, **({"streaming": streaming} if streaming else {})}]
-    checkpoint = {"every_steps": 2, "background": False}
-    return write_run(
-        folder, make_rows(LENGTHS), data=data, **{"steps": 7, "capacity_tokens": 64, "checkpoint": checkpoint, **keys}
-    )
+def run_of(folder, *, streaming=None, remote=None, **keys):
+    fed = {name: value for name, value in (("streaming", streaming), ("remote", remote)) if value}
+    data = [{"path": "train.jsonl", "max_tokens": 128, "too_long": "skip", **fed}]
+    keys = {"steps": 7, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}, **keys}
+    return write_run(folder, make_rows(LENGTHS), data=data, **keys)
 
 
 def feeders(kind=b"feed_process"):
