@@ -219,7 +219,7 @@ ODD_ROWS = [
     ([torch.tensor([1, 2]).to_sparse()], "sequence 0, input_ids: expected one number per token"),
     ([{"input_ids": [1], "x": torch.ones(1, n)} for n in (2, 3)], "sequence 1, x: expected (2,) a token"),
     ([[1, 2], {"ids": [1]}], "sequence 1: expected a column input_ids"),
-    ([[1, 2], {"input_ids": []}], "sequence 1, input_ids: expected at least one token"),
+    ([[1, 2], {"input_ids": []}], "sequence 1: expected at least one token"),
     ([{"input_ids": [1.5]}], "whole numbers"),
     ([{"input_ids": [1, -3]}], "numbers from 0"),
     ([{"input_ids": [1, 10**6]}], "input_ids: expected ids below the model's 64; got 1000000"),
