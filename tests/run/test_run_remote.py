@@ -15,7 +15,7 @@ import pytest
 import lengthwise
 from data.feeds import LocalClient
 from lengthwise.core.errors import ConfigError, DataError
-from lengthwise.run import actors, rank
+from lengthwise.run import actors, main
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
 from run.small_runs import assert_equal_runs, broken_off, call, read_lines
@@ -38,7 +38,7 @@ def in_process(monkeypatch):
             for each in clients:
                 each.feed.close()
 
-    monkeypatch.setattr(rank, "_serving_rows", rows_of)
+    monkeypatch.setattr(main, "_serving_rows", rows_of)
 
 
 @pytest.mark.parametrize("size", [more({"sequences": 4}), {"tokens": 64}])
