@@ -80,7 +80,7 @@ def test_a_run_trains_on_the_same_steps_from_the_cache(tmp_path, monkeypatch):
     rows = [*make_rows([30, 12, 5, 25, 1, 17, 24]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
     write_rows(tmp_path / "other.jsonl", make_rows([9, 8, 7], seed=1))
     data = [{"path": "train.jsonl", "weight": 2}, {"path": "other.jsonl", "weight": 0.5}]
-    keys = {"data": data, "eval": {"data": data[1:], "every_steps": 2}}
+    keys = {"data": data, "eval": {"data": [{"path": "other.jsonl"}], "every_steps": 2}}
     write_run(tmp_path, rows, name="off.yaml", output="off", **keys)
     write_run(tmp_path, rows, name="on.yaml", output="on", **keys)
     monkeypatch.setenv(VARIABLE, "off")
