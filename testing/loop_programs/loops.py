@@ -5,6 +5,7 @@ What a user writes is the same in both and stands once, in `Loop`; what a sessio
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lengthwise import Session
+from lengthwise.core.errors import LengthwiseError, NumericError
 from lengthwise.models import keep_double
 from testing.loop_programs.models import (
     SUM_SCALE,
@@ -177,6 +179,11 @@ class Loop:
         register(run)
         return []
 
+    def forget_states(self) -> Numbers:
+        for each in self.groups():
+            self.optimizer.state[each] = {}
+        return []
+
     def load_model(self, factor: float) -> Numbers:
         self.model.load_state_dict({name: each * factor for name, each in self.model.state_dict().items()})
         return []
@@ -219,6 +226,11 @@ class PlainLoop(Loop):
 
     def evaluate_elsewhere(self, lengths: Sequence[int], seed: int) -> Numbers:
         return self.evaluate(lengths, seed)
+
+    def fail(self) -> Numbers:
+        """Lose the gradients, as a step does whose loss is not finite."""
+        self.optimizer.zero_grad()
+        return []
 
     def _loss(self, lengths: Sequence[int], seed: int, loss: str, normalizer: float | None) -> Tensor:
         rows = make_rows(lengths, seed)
@@ -327,6 +339,22 @@ class PlannedLoop(Loop):
     def evaluate(self, lengths: Sequence[int], seed: int) -> Numbers:
         return [self.session.evaluate(make_rows(lengths, seed)).loss]
 
+    def fail(self) -> Numbers:
+        try:
+            self.session.backward(make_rows([9], 0), loss=lambda output, _: output.logits.sum() * math.nan)
+        except NumericError:
+            return []
+        raise AssertionError("a loss of NaN was taken")
+
+    def step(self) -> Numbers:
+        whole = list[nn.Parameter](self.model.parameters() if LAYOUTS[self.program.layout].is_whole else ())
+        before = [each.detach().clone() for each in whole]
+        try:
+            return super().step()
+        except LengthwiseError:
+            assert all(map(torch.equal, whole, before)), "a refused step changes nothing"
+            raise
+
     def evaluate_elsewhere(self, lengths: Sequence[int], seed: int) -> Numbers:
         options = {"shard": "zero1", "stages": 1, "offload_optimizer": False, "ranks_per_node": None}
         with self._opened(None, **options) as session:
@@ -346,6 +374,14 @@ class PlannedLoop(Loop):
         is_own = self.session.rank == rank % self.session.world_size
         if what == "limit":
             self.session.clip_grad_norm_(0.01 if is_own else 0.02)
+        elif what == "normalizer":
+            self.session.backward(make_rows([9, 5], 0), normalizer=7.0 if is_own else 8.0)
+        elif what == "loss":
+            self.session.backward(make_rows([9, 5], 0), loss=_squares if is_own else None)
+        elif is_own and what == "mode":
+            self.model.eval()
+        elif is_own and what == "own gradient":
+            self.set_gradients_named("lm_head", 0.0)
         elif is_own and what == "lr":
             self.scale_lr(None, 0.5)
         elif is_own and what == "weights of groups":

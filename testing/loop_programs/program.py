@@ -210,6 +210,8 @@ OPERATIONS: Mapping[str, Kind] = {
     "evaluate_elsewhere": Kind(draw=_rows, places="gradients closed", weight=1.2, rule="may"),
     "freeze": Kind(draw=_name, places="open closed", weight=0.6, rule="must"),
     "alone": Kind(draw=_alone, places="open gradients", weight=1, rule="must"),
+    "forget_states": Kind(draw=lambda _: {}, places="closed", weight=0),
+    "fail": Kind(draw=lambda _: {}, places="gradients", weight=0),
 }
 """All operations; add a row here and a method of the same name in `loops.Loop`."""
 _BOLD = 0.4  # of the programs have operations that may be refused, which would end most of them early

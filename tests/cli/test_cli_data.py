@@ -7,13 +7,14 @@ from itertools import pairwise
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.small import make_rows
 
 from cli.simulate_calls import simulate
 from data.stores import FILES, load, save_words, write_sources
 from lengthwise.cli import data as data_verb
 from lengthwise.data.survey import stretches, survey
 from properties import costly
-from run.small_runs import call, make_rows, write_rows, write_run
+from run.small_runs import call, write_rows, write_run
 
 ROWS = [
     {"prompt": "What?", "completion": " <b>&"},

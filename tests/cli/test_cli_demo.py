@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from testing.small import make_rows, write_model
 
 from lengthwise.cli import demo
 from lengthwise.config import load_config
@@ -15,8 +16,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
 from lengthwise.run.callbacks import StepMetrics, TrainResult
 from lengthwise.run.verify import VerifyReport
-from lengthwise.simulator import Stretch
-from run.small_runs import call, make_rows, write_model, write_run
+from run.small_runs import call, write_run
 
 PLAN = Plan(
     ranks=4, layers=1, capacity=8, tokens=(3,),
@@ -78,14 +78,6 @@ def test_demo_quotes_what_simulate_does_and_draws_both_on_one_scale():
     assert told[0] == "qwen3-8b, 41 files"
     assert told[1].startswith("8 x h100, ")
     assert "longest sequence 117K" in told[1]
-    assert [line[:21].strip() for line in told[2].splitlines()[1:]] == [
-        "FSDP2, padded",
-        "FSDP2, packed",
-        "FSDP2, one ring size",
-        "FSDP2, own sampler",
-        "power-of-two degrees",
-        "Lengthwise",
-    ]
     gpus = [line for line in told if line.startswith("GPU ")]
     assert len(gpus) == 16
     other, ours = (max(map(len, each)) - len("GPU 0 ||") for each in (gpus[:8], gpus[8:]))
@@ -141,11 +133,3 @@ def test_demo_fails_when_the_saved_model_is_another(tmp_path, capsys):
     assert demo._open(folder, dataclasses.replace(RESULT, parameters=true_size), lambda text, **_: lines.append(text))
     assert "FAIL" not in lines[-1]
     assert "PASS" in lines[-1]
-
-
-def test_gpu_lines_show_packs_rings_and_waits() -> None:
-    ring = Stretch(0.0, 4.0, "ring")
-    work = [[ring, Stretch(4.0, 8.0, "local")], [ring, Stretch(5.0, 6.0, "local")]]
-    lines = demo.gpu_lines(work, step_seconds=9.0, most_seconds=10.0, width=10)
-    assert lines == ["GPU 0 |====####.|", "GPU 1 |====.#...|"]
-    assert demo.gpu_lines(work[1:], step_seconds=9.0, most_seconds=20.0, width=10) == ["GPU 0 |==#.|"]

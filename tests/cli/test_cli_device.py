@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from testing.small import make_rows
 
 from lengthwise.cli.train import describe_job
 from lengthwise.comm import devices
 from lengthwise.core.environment import prepare_environment
 from lengthwise.run import prepared_run as start
 from lengthwise.run.launch import on_ranks
-from run.small_runs import call, make_rows, write_run
+from run.small_runs import call, write_run
 
 
 def test_device_cuda_without_a_gpu_is_told_before_anything_starts(tmp_path, capfd):

@@ -5,9 +5,10 @@ import re
 
 import pytest
 import yaml
+from testing.small import make_rows, write_model
 
 from lengthwise.config import load_config
-from run.small_runs import call, losses, make_rows, write_model
+from run.small_runs import call, losses
 
 
 @pytest.fixture(autouse=True)
@@ -80,12 +81,6 @@ def test_a_model_that_fits_no_gpu_is_sharded(tmp_path, capsys):
     assert "lora" not in text
     assert call(*command, 1, "--force") == 2
     assert "under shard: zero3" in " ".join(capsys.readouterr().err.split())
-
-
-def test_the_layout_is_the_fastest_that_fits_by_the_lengths(tmp_path):
-    (tmp_path / "rows.jsonl").write_text((json.dumps({"input_ids": [1] * 300}) + "\n") * 64)
-    assert call("init", "--model", "qwen3-8b", "--data", "rows.jsonl", "--gpus", 8) == 0
-    assert "# shard: auto  # by estimate zero3" in (tmp_path / "run.yaml").read_text()
 
 
 def test_all_that_is_wrong_is_told_and_nothing_is_replaced(tmp_path, capsys):

@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
+from testing.small import write_model
 
 from cli.plan_calls import plan_without_torch, read_plan
 from lengthwise.core import host_memory
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
-from run.small_runs import call, train, write_model, write_run
+from run.small_runs import call, train, write_run
 from tiers import more
 
 

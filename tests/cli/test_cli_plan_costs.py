@@ -1,9 +1,10 @@
 """What `lengthwise plan` is told of costs, modes, speeds and choices, and what it refuses together."""
 
 import pytest
+from testing.small import make_rows
 
 from cli.plan_calls import plan_without_torch, read_plan, refused
-from run.small_runs import call, make_rows, write_run
+from run.small_runs import call, write_run
 
 
 def test_plan_with_given_costs_needs_no_model_and_is_scored_by_their_formula(tmp_path, lengths):

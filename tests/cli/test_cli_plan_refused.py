@@ -3,9 +3,10 @@
 import os
 
 import pytest
+from testing.small import VOCAB, make_rows
 
 from cli.plan_calls import refused
-from run.small_runs import VOCAB, make_rows, write_run
+from run.small_runs import write_run
 
 BASE = {"--lengths": "lengths.json", "--ranks": "2", "--capacity": "64", "--out": "plan.json"}
 CONFIG = "--lengths - --config run.yaml"
@@ -22,6 +23,7 @@ def files(tmp_path_factory):
         "twice-seed.json": '{"recipe": "byted", "tokens": 100, "seed": 1, "seed": 2}',
         "twice.json": '{"linear_seconds": 1, "linear_seconds": 2}',
         "speeds.json": "[NaN, 0]",
+        "recipe.json": "{}",
     }.items():
         (folder / name).write_text(text)
     write_run(folder, make_rows([3]), model="tiny")
@@ -59,7 +61,10 @@ def arguments_of(changes):
         "--lengths - --config long/run.yaml --capacity -": ["70 tokens", "3 ranks", "raise capacity_tokens to 35"],
         "--lengths - --config long/run.yaml --capacity 20": ["raise --capacity to 35"],
         "--speeds 1,1,1": ["--speeds: expected 2, one per rank; got 3"],
-        "--speeds 1,quick": ["entry 2"],
+        "--speeds 1,quick": ["--speeds: entry 2"],
+        **{f"--speeds {text}": ["--speeds: entry"] for text in ("1,,1", "x1", "0x1", "-1x1", "1.5x1")},
+        "--speeds recipe.json": ["recipe.json: expected a JSON list"],
+        "--speeds none.json": ["none.json"],
         "--speeds speeds.json": ["rank 0", "rank 1"],
         "--lengths twice-seed.json": ['the key "seed" twice'],
         "--cost twice.json": ['the key "linear_seconds" twice'],

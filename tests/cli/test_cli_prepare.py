@@ -5,32 +5,12 @@ import re
 
 import numpy as np
 import pytest
+from testing.small import make_rows
 
-import lengthwise
 from lengthwise.data.prepared import NAME
-from run.small_runs import call, losses, make_rows, read_lines, steps_of, write_rows, write_run
+from run.small_runs import call, write_rows, write_run
 
 ROWS = [*make_rows([30, 12, 5, 60, 1, 17, 44]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
-
-
-def test_run_on_a_prepared_folder_is_training_on_its_source(tmp_path, capsys):
-    keys = {"eval": {"data": [{"path": "train.jsonl"}], "every_steps": 3}}
-    path = write_run(tmp_path, ROWS, **keys)
-    store = tmp_path / "store"
-    assert call("prepare", path, "--out", store, "--workers", 2) == 0
-    assert f"data: [{{path: {store}}}]" in capsys.readouterr().out
-    prepared = {"data": [{"path": "store"}], "eval": {"data": [{"path": "store"}], "every_steps": 3}}
-    other = write_run(tmp_path, name="prepared.yaml", output="prepared", **prepared)
-    for each in (path, other):
-        lengthwise.train(each, ranks=2)
-    outputs = tmp_path / "out", tmp_path / "prepared"
-    assert steps_of(outputs[0]) == steps_of(outputs[1])
-    assert losses(outputs[0]) == losses(outputs[1])
-    assert [row["loss"] for row in read_lines(outputs[0] / "eval.jsonl")] == [
-        row["loss"] for row in read_lines(outputs[1] / "eval.jsonl")
-    ]
-    plans = [{each.name: each.read_bytes() for each in (output / "plans").iterdir()} for output in outputs]
-    assert plans[0] == plans[1]
 
 
 def test_prepare_files_by_tokenizer_and_limits(tmp_path, capsys):

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from testing.small import make_rows
 
 from cli.plan_calls import plan_without_torch, read_plan, refused
 from cost.measured_samples import measurements_of, samples_of
@@ -12,7 +13,7 @@ from lengthwise.cli.profile import Profile, print_measurements
 from lengthwise.core.measurements import Term
 from lengthwise.cost import named_hardware
 from lengthwise.cost.measured import read_measurements
-from run.small_runs import call, make_rows, write_run
+from run.small_runs import call, write_run
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+from testing.small import make_rows, write_model
 
 from cli.simulate_calls import OWN, simulate
-from run.small_runs import call, make_rows, write_model, write_run
+from run.small_runs import call, write_run
 
 
 def write_rows(path: Path, texts: list[str]) -> Path:

@@ -9,10 +9,11 @@ import sys
 import time
 
 import pytest
+from testing.small import VOCAB, make_rows
 from transformers import GPT2Config, OPTConfig
 
 from lengthwise import __version__
-from run.small_runs import VOCAB, Command, call, count_lines, losses, make_rows, train, write_run
+from run.small_runs import Command, call, count_lines, losses, train, write_run
 from tiers import more
 
 

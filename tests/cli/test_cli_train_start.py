@@ -4,10 +4,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+from testing.small import make_rows
 
 from lengthwise.cli.train import describe_job
 from lengthwise.run.job import Job
-from run.small_runs import call, job_of, make_rows, write_run
+from run.small_runs import call, job_of, write_run
 
 
 def told(path, **options):

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
+from testing.small import VOCAB, write_model
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-from run.small_runs import VOCAB, write_model
 
 LR, DECAY, BETAS, EPS, LIMIT = 1e-2, 0.1, (0.9, 0.95), 1e-8, 1.0
 STEP_LENGTHS = (

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from testing import enliven
+from testing.small import plain_loss, relative
 from testing.tiny import ROPES, tiny_family_config
 from testing.towers import tiny_tower_config
 from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
@@ -21,7 +22,7 @@ from integrations.trainers import Kept, arguments, in_trainers, padded
 from lengthwise import Session
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import SFTTrainer
-from run.small_runs import call, plain_loss, read_lines, relative, train, write_run
+from run.small_runs import call, read_lines, train, write_run
 from session.loops import in_ranks
 from tiers import more
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from ranks_on_one_gpu import NCCL_OF_ONE_MACHINE
+from testing.small import make_rows, write_model
 
-from run.small_runs import make_rows, write_model, write_run
+from run.small_runs import write_run
 
 SCRIPT = Path(__file__).with_name("ranks_on_one_gpu.py")
 pytestmark = pytest.mark.exhaustive

@@ -7,9 +7,10 @@ import sys
 
 import pytest
 import torch
+from testing.small import make_rows, write_model
 
 from lengthwise.engine import objective
-from run.small_runs import call, losses, make_rows, write_model, write_run
+from run.small_runs import call, losses, write_run
 
 LENGTHS = {"cuda": [300, 12, 5, 61, 128, 129, 1, 40], "cpu": [150, 6, 3, 31, 64, 65, 1, 20]}
 CAPACITY = {"cuda": 256, "cpu": 128}  # of each of two ranks; one rank alone needs the longest row

@@ -6,11 +6,10 @@ from functools import cache
 import datasets
 import torch
 from testing import enliven, tiny_family_config, tiny_tower_config
+from testing.small import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import trainers as tokenizer_trainers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast, ProcessorMixin
-
-from session.loops import small_model
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}"

@@ -4,9 +4,10 @@ from functools import partial
 
 import pytest
 import torch
+from testing.small import small_model
 from trainers import arguments, data, padded, trained
 
-from session.loops import LargestTensor, small_model
+from session.loops import LargestTensor
 
 pytest.importorskip("trl")  # an extra
 

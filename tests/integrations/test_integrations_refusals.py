@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from peft import PromptTuningConfig, get_peft_model
 from preferences import family_model
+from testing.small import small_model
 from trainers import CAPACITY, Kept, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
@@ -19,7 +20,6 @@ from lengthwise.integrations.arguments import KEPT, REFUSED, WITHOUT_EFFECT, pro
 from lengthwise.integrations.batches import rows_of
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
-from session.loops import small_model
 from tiers import more
 
 

@@ -12,6 +12,7 @@ from datasets import Dataset
 from preferences import family_model, whole_model
 from preferences import tokenizer as words
 from safetensors.torch import save_file
+from testing.small import plain_losses, small_model
 from torch.utils.data import IterableDataset
 from trainers import CAPACITY, LENGTHS, arguments, data, difference, in_trainers, padded, relative, trained
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
@@ -21,7 +22,7 @@ from lengthwise.integrations.trainer_state import load_state
 from lengthwise.integrations.transformers import Trainer as PlannedTrainer
 from lengthwise.models import keep_double
 from lengthwise.session import Session
-from session.loops import in_ranks, plain_losses, small_model
+from session.loops import in_ranks
 from tiers import more
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it

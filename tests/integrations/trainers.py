@@ -4,9 +4,10 @@ import os
 
 import torch
 from datasets import fingerprint
+from testing.small import VOCAB, small_model
 from transformers import TrainerCallback, TrainingArguments
 
-from session.loops import VOCAB, in_ranks, small_model
+from session.loops import in_ranks
 
 CAPACITY = 96
 LENGTHS = [3, 1, 150, 17, 64, 65, 2, 33, 128, 9, 40, 5, 90, 71, 8, 23, 12, 110, 7, 4, 59, 31, 2, 19]

@@ -5,6 +5,7 @@ import torch
 from testing.families import build_pair
 from testing.pipelines import as_pipeline, pipeline_difference
 from testing.plans import make_plan
+from testing.small import write_model
 from testing.tiny import VARIANTS, tiny_family_config
 from transformers import LlamaModel
 
@@ -13,7 +14,6 @@ from lengthwise.core.plan import Piece
 from lengthwise.models import FAMILIES, ModelStage
 from lengthwise.models.model_stage import check_stages
 from lengthwise.models.own_rows import OwnRows
-from run.small_runs import write_model
 from tiers import some
 
 CASES = {**{family: (family, {}) for family in FAMILIES}, **VARIANTS}

@@ -1,11 +1,9 @@
-"""Small runs for tests, and the same training written plainly with Hugging Face and torch: no code of ours in it."""
+"""Small runs for tests, what they wrote, and the command in processes."""
 
 import contextlib
 import hashlib
 import json
-import math
 import os
-import random
 import signal
 import sys
 import time
@@ -17,10 +15,8 @@ from typing import ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from testing import SIZES
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from testing.small import write_model
 from transformers.utils.logging import disable_progress_bar
 
 import lengthwise
@@ -31,33 +27,11 @@ from lengthwise.run.prepared_run import read_start
 torch.set_num_threads(1)
 disable_progress_bar()
 
-VOCAB = 64
-DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 METRIC_KEYS = {
     "step", "loss", "grad_norm", "lr", "num_sequences", "num_tokens", "num_loss_tokens", "num_microbatches",
     "step_seconds", "tokens_per_second", "imbalance_ratio", "idle_ratio", "ring_token_ratio", "plan_seconds",
     "predicted_step_seconds", "peak_memory_bytes", "offloaded_bytes", "offload_wait_seconds", "exposed_ring_seconds",
 }  # fmt: skip
-
-
-def write_model(folder, *, weights=True, seed=7, **changes):
-    """Write a Llama of two layers; without weights only its config.json."""
-    config = LlamaConfig(**{**SIZES, "vocab_size": VOCAB, "tie_word_embeddings": False, **changes})
-    if not weights:
-        config.save_pretrained(folder)
-        return folder
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = LlamaForCausalLM(config)
-        for parameter in model.parameters():  # livelier than the initial 0.02, so that errors show
-            parameter.data.mul_(3) if parameter.dim() > 1 else parameter.data.add_(torch.rand_like(parameter) * 0.2)
-    model.save_pretrained(folder)
-    return folder
-
-
-def make_rows(lengths, *, seed=0):
-    choose = random.Random(seed)
-    return [{"input_ids": [choose.randrange(VOCAB) for _ in range(length)]} for length in lengths]
 
 
 def write_rows(path, rows):
@@ -128,63 +102,6 @@ def losses(output):
 def steps_of(output):
     """The sequences of each step, by the ledger."""
     return [row["sequences"] for row in read_lines(output / "ledger.jsonl")]
-
-
-def row_losses(model, row, dtype):
-    """(summed loss, loss tokens) of one row: position t says t + 1, -100 says nothing; or (weighed loss, weights)."""
-    ids, labels = torch.tensor(row["input_ids"]), torch.tensor(row.get("labels", row["input_ids"]))
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].to(torch.promote_types(dtype, torch.float32))
-    if "weights" in row:
-        weights = torch.tensor(row["weights"], dtype=torch.float32)[1:].to(logits.dtype)
-        return (F.cross_entropy(logits, ids[1:], reduction="none") * weights).sum(), weights.sum().item()
-    kept = labels[1:] != -100
-    loss = F.cross_entropy(logits[kept], labels[1:][kept], reduction="sum") if kept.any() else logits.sum() * 0
-    return loss, int(kept.sum())
-
-
-def plain_model(folder, dtype):  # sdpa: the eager attention takes its softmax in fp32 whatever the dtype
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
-
-
-def plain_loss(model, rows, dtype):
-    with torch.no_grad():
-        sums = [row_losses(model, row, dtype) for row in rows]
-    return sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums)
-
-
-def plain_training(folder, rows, steps, *, dtype, lrs, beside=None):
-    """Train one sequence at a time; return (losses, gradient norms before clipping, model).
-
-    `folder`: of the model, or the model. `beside`: a loss of the model and a step's rows, added to that of the tokens.
-    """
-    model = folder if isinstance(folder, torch.nn.Module) else plain_model(folder, dtype)
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=1.0, betas=(0.9, 0.95), eps=1e-8)
-    found, norms = [], []
-    for ids, lr in zip(steps, lrs, strict=True):
-        optimizer.zero_grad()
-        tokens = sum(row_losses(model, rows[i], dtype)[1] for i in ids)
-        total = 0.0
-        for i in ids:
-            loss, _ = row_losses(model, rows[i], dtype)
-            (loss / tokens).backward()
-            total += loss.item()
-        if beside is not None:
-            beside(model, ids).backward()
-        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters() if p.grad is not None))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        found.append(total / tokens)
-        norms.append(norm)
-    return found, norms, model
-
-
-def relative(got, expected):
-    return abs(got - expected) / abs(expected)
 
 
 class Fault(Exception):

@@ -6,13 +6,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 
 import pytest
+from testing.small import make_rows
 
 from lengthwise.config import load_config
 from lengthwise.core.errors import CallbackError, LengthwiseError
 from lengthwise.core.plan import Plan
 from lengthwise.run.api import train, verify
 from lengthwise.run.callbacks import Callback
-from run.small_runs import make_rows, read_lines, write_run
+from run.small_runs import read_lines, write_run
 
 
 class Heard(Callback):

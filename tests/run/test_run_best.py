@@ -6,23 +6,11 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from testing.small import make_rows, plain_loss, plain_model, relative
 
 import lengthwise
 from lengthwise.run.evaluation import BestModel, read_best
-from run.small_runs import (
-    Command,
-    broken_off,
-    call,
-    make_rows,
-    plain_loss,
-    plain_model,
-    read_lines,
-    relative,
-    train,
-    whole,
-    write_rows,
-    write_run,
-)
+from run.small_runs import Command, broken_off, call, read_lines, train, whole, write_rows, write_run
 from tiers import more
 
 OTHERS = make_rows([7, 50, 33, 18], seed=8)  # trained on at a rate so large that the second evaluation is the best

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from hypothesis import given
+from testing.small import make_rows
 
 import lengthwise
 from data.stores import DOCUMENTS, FILES, PART_BYTES, content, load, prepare, small_blocks, write_sources
@@ -22,7 +23,7 @@ from lengthwise.data.prepared import NAME
 from lengthwise.run import caching
 from lengthwise.run.caching import VARIABLE, DataCache, data_cache
 from properties import costliest
-from run.small_runs import losses, make_rows, read_lines, steps_of, write_rows, write_run
+from run.small_runs import losses, read_lines, steps_of, write_rows, write_run
 from tiers import more
 
 FORK = multiprocessing.get_context("fork")
@@ -75,12 +76,11 @@ def test_cached_sources_are_the_sources(tmp_path_factory, files, documents):
     assert cache_in(folder / "cache").prepared(sources, "data") == cached
 
 
-@pytest.mark.parametrize("where", ["data", pytest.param("eval", marks=pytest.mark.exhaustive)])
-def test_a_run_trains_on_the_same_steps_from_the_cache(tmp_path, monkeypatch, where):
+def test_a_run_trains_on_the_same_steps_from_the_cache(tmp_path, monkeypatch):
     rows = [*make_rows([30, 12, 5, 25, 1, 17, 24]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
     write_rows(tmp_path / "other.jsonl", make_rows([9, 8, 7], seed=1))
     data = [{"path": "train.jsonl", "weight": 2}, {"path": "other.jsonl", "weight": 0.5}]
-    keys = {"data": data} if where == "data" else {"eval": {"data": [{"path": "other.jsonl"}], "every_steps": 2}}
+    keys = {"data": data, "eval": {"data": [{"path": "other.jsonl"}], "every_steps": 2}}
     write_run(tmp_path, rows, name="off.yaml", output="off", **keys)
     write_run(tmp_path, rows, name="on.yaml", output="on", **keys)
     monkeypatch.setenv(VARIABLE, "off")
@@ -91,9 +91,8 @@ def test_a_run_trains_on_the_same_steps_from_the_cache(tmp_path, monkeypatch, wh
     assert len(entries(tmp_path / "cache")) == 2
     assert steps_of(tmp_path / "on") == steps_of(tmp_path / "off")
     assert losses(tmp_path / "on") == losses(tmp_path / "off")
-    if where == "eval":
-        evaluated = [[row["loss"] for row in read_lines(tmp_path / each / "eval.jsonl")] for each in ("on", "off")]
-        assert evaluated[0] == evaluated[1]
+    evaluated = [[row["loss"] for row in read_lines(tmp_path / each / "eval.jsonl")] for each in ("on", "off")]
+    assert evaluated[0] == evaluated[1]
 
 
 def while_waiting(monkeypatch, act):
@@ -222,14 +221,6 @@ def test_a_dataset_of_a_hub_is_prepared_once_too_and_a_hub_that_is_not_there_is_
     with pytest.raises(DataError, match="no network"):
         cache_in(tmp_path / "other").prepared([dataset], "data")
     assert asked == [1]
-
-
-def test_bad_rows_of_all_sources_are_told_together_by_file_and_line(tmp_path):
-    sources = write_sources(tmp_path, [[{"text": "a"}, {"text": 1}], [{"words": "a"}]])
-    with pytest.raises(lengthwise.LengthwiseError) as caught:
-        cache_in(tmp_path / "cache").prepared(sources, "data")
-    assert "rows-0.jsonl:2" in str(caught.value)
-    assert "rows-1.jsonl:1" in str(caught.value)
 
 
 def test_a_damaged_entry_is_made_again(tmp_path):

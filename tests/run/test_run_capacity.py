@@ -6,6 +6,7 @@ import pytest
 import torch
 from testing import LiveBytes, build_pair, make_batch, run_ranks, tiny_family_config
 from testing.peaks import kept_bytes
+from testing.small import VOCAB, make_rows, write_model
 
 from lengthwise import Session
 from lengthwise.comm import World
@@ -23,7 +24,7 @@ from lengthwise.run.verify_batch import held_before_measuring
 from lengthwise.session import capacity as room
 from lengthwise.session import engine as session_engine
 from lengthwise.session.source import PlannedStep
-from run.small_runs import VOCAB, call, job_of, losses, make_rows, read_lines, train, write_model, write_run
+from run.small_runs import call, job_of, losses, read_lines, train, write_run
 from tiers import some
 
 CPU = torch.device("cpu")

@@ -2,22 +2,11 @@
 
 import pytest
 import torch
+from testing.small import make_rows, plain_training, relative
 
 import lengthwise
 from lengthwise.core.errors import OutputError
-from run.small_runs import (
-    assert_equal_runs,
-    broken_off,
-    call,
-    losses,
-    make_rows,
-    plain_training,
-    read_lines,
-    relative,
-    steps_of,
-    whole,
-    write_rows,
-)
+from run.small_runs import assert_equal_runs, broken_off, call, losses, read_lines, steps_of, whole, write_rows
 from run.test_run_resume import EVERY, LENGTHS, run_of
 
 CHANGES = ["optimizer.lr=0.01", "optimizer.schedule=linear", "steps=9"]

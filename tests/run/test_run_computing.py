@@ -2,22 +2,21 @@
 
 import json
 from dataclasses import replace
-from functools import partial
 
 import pytest
+from testing.small import make_rows, relative
 from torch import nn
 from transformers import LlamaConfig, MixtralConfig
 
 from lengthwise.config import build_config
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
-from lengthwise.models import Computing, computing
+from lengthwise.models import Computing
 from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.prepared_run import read_start
 from lengthwise.setup import memory_of_settings
-from run.small_runs import call, losses, make_rows, relative, train, write_run
-from tiers import more
+from run.small_runs import call, losses, train, write_run
 
 LENGTHS = (40, 9, 17, 3)
 
@@ -66,21 +65,6 @@ def test_experts_in_one_product_are_refused_in_fp64_before_any_process_starts(tm
     with pytest.raises(ConfigError, match="grouped products take bf16 and fp32, not float64"):
         job_of(tmp_path, experts="grouped_mm", model=str(tmp_path / "mixture"))
     assert job_of(tmp_path, experts="grouped_mm", precision="bf16", model=str(tmp_path / "mixture")).trained
-
-
-@pytest.mark.parametrize("lora", [more(None), more({"r": 4})])
-def test_a_compiled_run_says_so_and_gives_the_same(tmp_path, capfd, monkeypatch, lora):
-    """Ranks are forked, so what is patched here is patched there: the backend that compiles nothing in C++."""
-    path = write_run(tmp_path, make_rows(LENGTHS), device="cpu", recompute="layer", lora=lora)
-    default = losses(train(path, "--ranks", 2))
-    capfd.readouterr()
-    monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
-    other = losses(train(path, "--ranks", 2, "--overwrite", "--set", "compile=true"))
-    said = " ".join("".join(capfd.readouterr()).split())
-    assert "compile: 2 layers are compiled around their attention" in said
-    assert all(relative(a, b) < 1e-12 for a, b in zip(other, default, strict=True))
-    assert call("verify", path, "--ranks", 2, "--set", "compile=true") == 0
-    assert "compile: 2 layers are compiled" in " ".join("".join(capfd.readouterr()).split())
 
 
 def test_a_run_by_the_reference_is_said_and_gives_the_same(tmp_path, capfd):

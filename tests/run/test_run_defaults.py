@@ -1,10 +1,11 @@
 """Defaults that depend on the model and the device, and what the header of a run says of them."""
 
 import pytest
+from testing.small import make_rows, write_model
 
 from lengthwise.config import load_config
 from lengthwise.run.checks import settle
-from run.small_runs import call, make_rows, write_model, write_run
+from run.small_runs import call, write_run
 
 
 def settled(folder, *, gpus=0, **keys):

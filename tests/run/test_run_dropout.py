@@ -3,10 +3,11 @@
 import pytest
 import torch
 from testing import tiny_family_config
+from testing.small import make_rows
 from transformers import GPT2LMHeadModel
 
 import lengthwise
-from run.small_runs import assert_equal_runs, broken_off, call, losses, make_rows, whole, write_run
+from run.small_runs import assert_equal_runs, broken_off, call, losses, whole, write_run
 from run.test_run_resume import LENGTHS, run_of
 from tiers import more
 

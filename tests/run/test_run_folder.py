@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from testing.small import make_rows, write_model
 from transformers import GenerationConfig
 
 from data.stores import save_words
@@ -28,7 +29,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.run import export, setup
 from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.folder import CONFIG, RunFolder
-from run.small_runs import Command, call, count_lines, make_rows, read_lines, resume_after, write_model, write_run
+from run.small_runs import Command, call, count_lines, read_lines, resume_after, write_run
 from tiers import more, some
 
 PLAIN = (

@@ -5,13 +5,14 @@ import os
 
 import pytest
 import torch
+from testing.small import make_rows
 
 from lengthwise.config import build_config
 from lengthwise.profiler.place import first_gpu_name
 from lengthwise.run import job as jobs
 from lengthwise.run.checks import prepare_job, session_options, stored_model
 from lengthwise.session.settings import check_settings, cost_of
-from run.small_runs import make_rows, write_run
+from run.small_runs import write_run
 
 
 def job_of(folder, **where):

@@ -6,20 +6,10 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file
+from testing.small import make_rows
 
-from lengthwise.config import load_config
-from lengthwise.cost.measured import read_measurements
 from lengthwise.models import stored_model
-from lengthwise.run import checks, setup
-from lengthwise.run.checks import prepare_job
-from lengthwise.session.settings import check_settings, cost_of
-from run.small_runs import (
-    call,
-    losses,
-    make_rows,
-    train,
-    write_run,
-)
+from run.small_runs import call, losses, train, write_run
 from tiers import more
 
 pytest.importorskip("peft", minversion="0.21")
@@ -33,25 +23,6 @@ LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_p
 
 def run_file(folder, *, lora=LORA, **keys):
     return write_run(folder, make_rows(LENGTHS), lora=lora, **keys)
-
-
-@pytest.mark.exhaustive
-def test_lora_is_priced_as_adapters_by_estimates_and_by_what_was_measured(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(setup, "MEASURING_SECONDS", 0.5)
-    trained = 2 * 4 * ((32 + 32) + (32 + 16) + (48 + 32))  # q, v, down
-    job = prepare_job(load_config(run_file(tmp_path / "estimated", precision="bf16")), ranks=2, timeout_seconds=60.0)
-    stored, options = checks.stored_model(job.config, job.model), checks.session_options(job.config)
-    settings = check_settings(stored, job.config.optimizer, options)
-    assert cost_of(settings, 2)[0].reduced_bytes == trained * (4 + 2)
-    found = train(run_file(tmp_path, measurements="auto", capacity_tokens=64), "--ranks", 2) / "measurements.json"
-    assert read_measurements(found).adapters == trained
-    again = run_file(tmp_path, measurements=str(found), capacity_tokens=64, output="again")
-    train(again, "--ranks", 2)
-    keys = {"lora": None, "measurements": str(found), "capacity_tokens": 64, "output": "other", "name": "other.yaml"}
-    assert call("train", run_file(tmp_path, **keys), "--ranks", 2) == 2
-    assert "adapters: expected all of the model trained, as in the run" in capfd.readouterr().err
-    planned = ("--ranks", 2, "--measurements", found, "--out", tmp_path / "plan.json")
-    assert call("plan", "--config", again, *planned) == 0
 
 
 @pytest.mark.parametrize("precision", ["fp64", more("bf16")])
@@ -117,8 +88,3 @@ def test_lora_without_peft_is_one_line_that_says_what_to_install(tmp_path, capfd
     err = capfd.readouterr().err
     assert err.count("\n") == 1
     assert "pip install 'peft" in err
-
-
-def test_lora_defaults(tmp_path):
-    config = load_config(run_file(tmp_path, lora={})).lora
-    assert (config.r, config.lora_alpha, config.target_modules, config.use_rslora) == (8, 8, ("all-linear",), False)

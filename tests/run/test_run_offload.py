@@ -1,11 +1,12 @@
 """Offload as a user asks for it: the same bits, longer sequences, and what is wrong said before a run."""
 
 import pytest
+from testing.small import make_rows, write_model
 
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Plan
-from run.small_runs import call, losses, make_rows, read_lines, write_model, write_run
+from run.small_runs import call, losses, read_lines, write_run
 from tiers import more
 
 LENGTHS = [160, 90, 70, 45, 30, 20, 11, 7]
@@ -75,16 +76,6 @@ def test_auto_offloads_what_does_not_fit_and_no_more(tmp_path, model, capsys):
     wide = run(tmp_path, "wide", 2, capacity_tokens=400, precision="fp64")
     for got, want in zip(losses(output), losses(wide), strict=True):
         assert got == pytest.approx(want, rel=1e-12)
-
-
-def test_a_ratio_of_the_users_own_lets_ranks_hold_more(tmp_path, model):
-    offload = {"ratio": 0.5, "store": "disk", "path": str(tmp_path / "scratch")}
-    output = run(tmp_path, "out", 2, offload=offload, capacity_tokens=70)
-    for plan in plans_of(output):
-        assert plan.capacity == 70
-        assert {each.offload for each in plan.microbatches} == {0.5}
-    held = [max(held_by_rank(plan, each)[0].values()) for plan in plans_of(output) for each in plan.microbatches]
-    assert 70 < max(held) <= 100
 
 
 def test_verify_runs_a_plan_that_offloads_where_there_is_a_place_for_it(tmp_path, model, capsys):

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from testing.small import make_rows, write_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise.cli.options import PlanChoices
@@ -20,7 +21,7 @@ from lengthwise.session.open import with_layout
 from lengthwise.session.ranks import SessionRanks
 from lengthwise.session.settings import check_settings, cost_of, planning_of
 from lengthwise.setup.resolve import Machine, model_of_run, resolve
-from run.small_runs import make_rows, write_model, write_rows, write_run
+from run.small_runs import write_rows, write_run
 from tiers import some
 
 LENGTHS = [90, 41, 30, 12, 8, 5]

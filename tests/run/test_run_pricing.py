@@ -5,6 +5,7 @@ import random
 import time
 
 import pytest
+from testing.small import make_rows
 
 from cost.measured_samples import measurements_of, samples_of
 from cost.test_cost_fit import machine
@@ -16,7 +17,7 @@ from lengthwise.engine import step
 from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.launch import threads_of_each
-from run.small_runs import METRIC_KEYS, call, losses, make_rows, read_lines, train, write_run
+from run.small_runs import METRIC_KEYS, call, losses, read_lines, train, write_run
 from tiers import more
 
 LENGTHS = [200, 30, 7, 90, 150, 12, 64, 41]

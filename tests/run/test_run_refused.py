@@ -1,8 +1,9 @@
 """Settings that cannot be are refused by their keys, in one message, before the first step."""
 
 import pytest
+from testing.small import make_rows, write_model
 
-from run.small_runs import call, make_rows, write_model, write_run
+from run.small_runs import call, write_run
 
 DISK = {"store": "disk", "path": "/tmp"}
 DECAY = {"schedule": "warmup_stable_decay", "warmup_steps": 3, "schedule_args": {"num_decay_steps": 5}}
@@ -32,6 +33,10 @@ def model(tmp_path_factory):
         ({"offload": DISK, "model": "tiny"}, "offload.ratio: expected a model of more than 2 layers"),
         ({"optimizer": DECAY}, "at most the run's 7 steps for warm-up and decay; got 3 and 5"),
         ({"optimizer": DECAY, "attention": "flash2"}, "attention: expected auto or reference on the CPU; got flash2"),
+        ({"report_to": ["wandb", "mlflw"]}, "report_to.1: 'mlflw' (text) -> `mlflow`, of tensorboard, "),
+        ({"report_to": ["wandb", "wandb"]}, "report_to: wandb, wandb -> each tracker once"),
+        ({"report_to": 3}, "report_to: 3 (a whole number) -> a list"),
+        ({"planner": "packed-dp", "capacity_tokens": 20}, "at most 20 tokens"),
     ],
     ids=str,
 )

@@ -15,22 +15,12 @@ import pytest
 import lengthwise
 from data.feeds import LocalClient
 from lengthwise.core.errors import ConfigError, DataError
-from lengthwise.run import actors, rank
+from lengthwise.run import actors, main
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
-from run.small_runs import assert_equal_runs, broken_off, call, make_rows, read_lines, write_run
+from run.small_runs import assert_equal_runs, broken_off, call, read_lines
+from run.test_run_streaming import run_of
 from tiers import more
-
-LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both
-LIMITS = {"max_tokens": 128, "too_long": "skip"}
-
-
-def run_of(folder, *, remote, **keys):
-    data = [{"path": "train.jsonl", **LIMITS, **({"remote": remote} if remote else {})}]
-    checkpoint = {"every_steps": 2, "background": False}
-    return write_run(
-        folder, make_rows(LENGTHS), data=data, **{"steps": 7, "capacity_tokens": 64, "checkpoint": checkpoint, **keys}
-    )
 
 
 @pytest.fixture
@@ -48,7 +38,7 @@ def in_process(monkeypatch):
             for each in clients:
                 each.feed.close()
 
-    monkeypatch.setattr(rank, "_serving_rows", rows_of)
+    monkeypatch.setattr(main, "_serving_rows", rows_of)
 
 
 @pytest.mark.parametrize("size", [more({"sequences": 4}), {"tokens": 64}])

@@ -18,6 +18,7 @@ from testing import (
 )
 from testing.laid import whole_parameters
 from testing.order import check_order, rank_groups
+from testing.small import VOCAB, make_rows, plain_loss, plain_training, relative
 from testing.strict import StrictWorld
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -39,18 +40,7 @@ from lengthwise.models import (
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import last_on_all_ranks, lower_plan
 from lengthwise.run import reference, verify
-from run.small_runs import (
-    VOCAB,
-    call,
-    make_rows,
-    plain_loss,
-    plain_training,
-    read_lines,
-    relative,
-    steps_of,
-    train,
-    write_run,
-)
+from run.small_runs import call, read_lines, steps_of, train, write_run
 from tiers import more, some
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")
@@ -132,28 +122,6 @@ def test_any_plan_gives_the_balance_loss_of_one_process(seed):
     batch = make_batch(lengths, vocab=48, seed=seed)
     plan = random_plan(choose, ranks, lengths, layers=2)
     check_parity(run_planned("qwen2_moe", plan, batch), one_process("qwen2_moe", batch))
-
-
-@pytest.mark.parametrize(
-    ("lengths", "rings"), [((1, 2, 9), [(2, 0, 4, 1, 3)] * 3), ((20, 4), [(0, 1), (3,)])], ids=["tokens", "work"]
-)
-def test_a_rank_that_has_nothing_takes_part_in_the_sum_of_counts(lengths, rings):
-    """Whole ranks run one padding token, in both passes, or no microbatch at all."""
-    plan = make_plan(5, lengths, [Piece(ranks=ring, sequences=(i,)) for i, ring in enumerate(rings)], layers=2)
-    batch = make_batch(lengths, vocab=48)
-    check_parity(run_planned("mixtral", plan, batch), one_process("mixtral", batch))
-
-
-def test_balance_loss_in_bf16_is_as_near_to_fp64_as_one_device():
-    batch = make_batch(LENGTHS, vocab=48, seed=1)
-    exact, alone = (one_process("mixtral", batch, precision) for precision in ("fp64", "bf16"))
-    for ranks in (1, 3):
-        got = run_planned("mixtral", planned(ranks), batch, "bf16")
-        assert abs(got[1] - exact[1]) <= 1.5 * abs(alone[1] - exact[1]) + 1e-3 * exact[1]
-        router, *others = (name for name in got[2] if "gate.weight" in name or "router" in name)
-        for name in (router, *others):
-            error, ones = ((each[2][name].double() - exact[2][name]).norm() for each in (got, alone))
-            assert error <= 1.5 * ones + 1e-3 * exact[2][name].norm()
 
 
 def test_expert_that_no_token_chooses_has_no_gradient_but_its_router_has():

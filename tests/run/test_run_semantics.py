@@ -4,21 +4,12 @@ import itertools
 
 import pytest
 import torch
+from testing.small import make_rows, plain_training
 
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan
-from run.small_runs import (
-    METRIC_KEYS,
-    call,
-    losses,
-    make_rows,
-    plain_training,
-    read_lines,
-    steps_of,
-    train,
-    write_run,
-)
+from run.small_runs import METRIC_KEYS, call, losses, read_lines, steps_of, train, write_run
 from tiers import more
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")

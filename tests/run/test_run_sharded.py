@@ -1,10 +1,8 @@
 """`shard: zero3` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
 
-import json
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,26 +11,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from testing import run_ranks, tiny_family_config
 from testing.laid import freed_parameters
+from testing.small import make_rows, write_model
 from transformers import AutoModelForCausalLM
 
-from lengthwise.config import build_config
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
-from lengthwise.run.checks import prepare_job, session_options, stored_model
-from lengthwise.session import open as session_open
-from lengthwise.session.open import with_layout
-from lengthwise.session.ranks import SessionRanks
-from lengthwise.session.settings import check_settings, cost_of
-from run.small_runs import (
-    Command,
-    call,
-    children,
-    count_lines,
-    make_rows,
-    read_lines,
-    write_model,
-    write_run,
-)
+from run.small_runs import Command, call, children, count_lines, read_lines, write_run
 from tiers import more
 
 CPU = torch.device("cpu")
@@ -66,29 +50,6 @@ def largest_difference(got, expected):
     assert set(got) == set(expected)
     assert expected
     return max((got[name].double() - each.double()).abs().max().item() for name, each in expected.items())
-
-
-@pytest.mark.parametrize(
-    ("first", "then"),
-    [
-        more(("zero1", 3), ("hybrid", 4)),
-        more(("hybrid", 4), ("hybrid", 4)),
-        (("hybrid", 4), ("zero3", 3)),
-        (("zero3", 3), ("zero1", 2)),
-    ],
-)
-def test_a_run_goes_on_under_another_layout_and_rank_count(tmp_path, first, then):
-    """Without `--accept-changes`: how parameters lie, and where states are, decides nothing of what is trained."""
-    path = run_file(tmp_path, checkpoint={"every_steps": 2, "background": False}, steps=5)
-    _, expected = trained(path, "whole")
-    fault = {"LENGTHWISE_FAULT": "step-end:0:4:kill"}
-    nodes = {"hybrid": ("--set", "ranks_per_node=2")}
-    keys = ("--set", f"shard={first[0]}", "--set", "optimizer.offload=true", *nodes.get(first[0], ()))
-    command = Command("train", path, "--ranks", first[1], *keys, **fault)
-    assert command.finish()[0] != 0
-    _, model = trained(path, "out", "--resume", "--set", f"shard={then[0]}", *nodes.get(then[0], ()), ranks=then[1])
-    assert largest_difference(model, expected) <= 1e-14
-    assert (tmp_path / "out/checkpoints/step-000004").exists()
 
 
 def saved_model(folder, family, **changes):
@@ -189,19 +150,6 @@ def test_nodes_that_do_not_divide_the_ranks_and_other_names_of_shard_are_refused
         assert said in words(capsys.readouterr().err)
 
 
-def test_a_layout_is_taken_by_what_fits_and_said(tmp_path, capfd, monkeypatch):
-    """With room for both, for one only, and for none."""
-    path = run_file(tmp_path, precision="bf16", steps=1)
-    for gigabytes, ranks, shard in ((1.0, 2, "zero1"), (0.0007, 3, "zero3")):
-        monkeypatch.setattr(session_open, "free_bytes", lambda *_, free=gigabytes: free * 1e9)
-        assert call("train", path, "--ranks", ranks, "--set", f"output={shard}-{ranks}") == 0
-        assert f"shard: {shard}" in (tmp_path / f"{shard}-{ranks}/config.yaml").read_text()
-        assert ("shard zero3: zero1 would take" in words(capfd.readouterr().out)) == (shard == "zero3")
-    monkeypatch.setattr(session_open, "free_bytes", lambda *_: 1e4)
-    assert call("train", path, "--ranks", 3, "--set", "output=none") != 0
-    assert "zero3: " in words(capfd.readouterr().err)
-
-
 @pytest.mark.parametrize(("ranks", "layout"), [more(3, ZERO3), (4, HYBRID)])
 def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys, ranks, layout):
     """In bf16 once more in fp32, from weights that were rounded where they lie."""
@@ -211,26 +159,6 @@ def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys, ranks, lay
     assert call("plan", "--config", path, "--ranks", ranks, "--mode", "free", "--out", plan) == 0
     assert call("verify", path, "--ranks", ranks, "--plan", plan, *layout) == 2
     assert "expected a plan of kind waves, for `shard: " in capsys.readouterr().err
-
-
-def test_on_gpus_the_fastest_layout_that_fits_is_taken_and_said(tmp_path, monkeypatch):
-    """By the first global batch; what goes by whole parameters alone keeps them."""
-    monkeypatch.setattr(session_open, "free_bytes", lambda *_: 80e9)
-    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
-    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
-    transport, settled, said = SimpleNamespace(world_size=8, rank=0, device_ranks=1), {}, []
-    ranks = SessionRanks(transport=transport, local_ranks=8, say=said.append)
-    for name, keys in {"auto": {}, "whole": {"planner": "static"}}.items():
-        path = run_file(tmp_path, precision="bf16", **keys)
-        config = build_config(json.loads(path.read_text()), folder=tmp_path)
-        job = prepare_job(config, ranks=8, timeout_seconds=10, gpus=8)
-        options = {**session_options(job.config), "device": torch.device("cuda")}
-        known = {"lengths": LENGTHS, "batch_tokens": job.most_tokens}
-        settings = check_settings(stored_model(job.config, job.model), job.config.optimizer, options, **known)
-        settled[name] = with_layout(settings, ranks, cost_of(settings, 8)[0]).asked.shard
-    assert settled == {"auto": "zero3", "whole": "zero1"}
-    assert "a step takes" in said[0]
 
 
 def test_one_rank_and_one_node_have_all_of_it(tmp_path, capfd):

@@ -4,9 +4,8 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from safetensors.torch import load_file
 from testing import run_ranks, tiny_family_config
-from testing.faults import VARIABLE
+from testing.small import make_rows, write_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise.comm import SoloTransport, World
@@ -16,7 +15,7 @@ from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.run.building import open_session
 from lengthwise.run.launch import threads_of_each
 from lengthwise.session import open as session_open
-from run.small_runs import call, job_of, make_rows, read_lines, write_model, write_run
+from run.small_runs import call, job_of, read_lines, write_run
 from run.test_run_sharded import LENGTHS, largest_difference, outcome, trained, words
 from tiers import more
 
@@ -85,39 +84,6 @@ def test_what_stages_do_not_run_is_refused_before_any_rank_starts(tmp_path, caps
     path = run_file(tmp_path, **keys)
     assert call("train", path, "--ranks", ranks) != 0
     assert said in words(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(("rank", "action"), [(1, "kill"), more(2, "kill"), more(3, "error")])
-def test_a_stage_that_dies_ends_all_ranks_with_its_rank_and_phase(tmp_path, monkeypatch, capsys, rank, action):
-    path = run_file(tmp_path)
-    monkeypatch.setenv(VARIABLE, f"microbatches:{rank}:2:{action}")
-    assert call("train", path, "--ranks", 4, "--set", "stages=2", "--timeout-seconds", 20) != 0
-    assert f"rank {rank}" in words(capsys.readouterr().err)
-
-
-@pytest.mark.parametrize(("before", "after"), [
-    ((4, 2, 1), (1, 1, 1)),
-    more((1, 1, 1), (4, 2, 1)),
-    more((4, 2, 1), (6, 2, 2)),
-    more((3, 3, 1), (4, 2, 1)),
-])  # fmt: skip
-@pytest.mark.parametrize("tied", [True, more(False)])
-def test_a_run_goes_on_in_other_stages_on_other_ranks(tmp_path, before, after, tied):
-    path = run_file(tmp_path, layers=4, tied=tied, checkpoint={"every_steps": 2, "background": False})
-    losses, whole = trained(path, "one", ranks=1)
-
-    def cut(ranks, stages, virtual):
-        return ("--ranks", ranks, "--set", f"stages={stages}", f"virtual={virtual}", "output=staged")
-
-    assert call("train", path, *cut(*before)) == 0
-    assert call("checkpoint", "export", tmp_path / "staged", "--to", tmp_path / "exported") == 0
-    exported, saved = (load_file(*(tmp_path / each).glob("*.safetensors")) for each in ("exported", "staged/model"))
-    assert largest_difference(exported, saved) == 0.0
-    shutil.rmtree(tmp_path / "staged/checkpoints/step-000003")
-    assert call("train", path, *cut(*after), "--resume") == 0
-    found, model = outcome(tmp_path / "staged")
-    assert found == pytest.approx(losses, rel=1e-11)
-    assert largest_difference(model, whole) < 1e-12
 
 
 def test_adapters_in_stages_drop_in_a_recomputation_what_the_forward_dropped(tmp_path):

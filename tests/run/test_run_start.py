@@ -6,9 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from testing import tiny_family_config
+from testing.small import make_rows, write_model
 from transformers import AutoModelForCausalLM
 
-from run.small_runs import call, losses, make_rows, train, write_model, write_run
+from run.small_runs import call, losses, train, write_run
 
 
 def test_a_model_whose_buffers_are_weights_trains_alike_on_any_ranks(tmp_path):

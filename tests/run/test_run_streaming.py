@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from testing.small import VOCAB, make_rows, small_model
 
 import lengthwise
 from lengthwise.comm import SoloTransport, World
@@ -27,12 +28,10 @@ from lengthwise.data.in_order import StreamOrder
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.feeds import FedRank, _Client, _Process, feeding, socket_path, tokenizing_processes
 from run.small_runs import (
-    VOCAB,
     Command,
     broken_off,
     call,
     losses,
-    make_rows,
     model_of,
     read_lines,
     steps_of,
@@ -40,20 +39,17 @@ from run.small_runs import (
     write_rows,
     write_run,
 )
-from session.loops import small_model
 from tiers import more
 
 LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both
 _PLACE = (1 << 40) - 1  # of a row in its epoch
 
 
-def run_of(folder, *, streaming, **keys):
-    source = {"path": "train.jsonl", "max_tokens": 128, "too_long": "skip"}
-    data = [{**source, **({"streaming": streaming} if streaming else {})}]
-    checkpoint = {"every_steps": 2, "background": False}
-    return write_run(
-        folder, make_rows(LENGTHS), data=data, **{"steps": 7, "capacity_tokens": 64, "checkpoint": checkpoint, **keys}
-    )
+def run_of(folder, *, streaming=None, remote=None, **keys):
+    fed = {name: value for name, value in (("streaming", streaming), ("remote", remote)) if value}
+    data = [{"path": "train.jsonl", "max_tokens": 128, "too_long": "skip", **fed}]
+    keys = {"steps": 7, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}, **keys}
+    return write_run(folder, make_rows(LENGTHS), data=data, **keys)
 
 
 def feeders(kind=b"feed_process"):
@@ -163,16 +159,6 @@ def test_a_feed_that_stops_is_named_and_ended(tmp_path, named):
     with pytest.raises(RankError, match=re.escape(said)):
         lengthwise.train(path, ranks=2, callbacks=[SignalsFeeds(3, signal.SIGSTOP)], timeout_seconds=4)
     assert not feeders()
-
-
-@pytest.mark.exhaustive
-def test_rows_of_a_stream_that_goes_on_are_those_of_before(tmp_path):
-    path = run_of(tmp_path, streaming=True, capacity_tokens=128)
-    broken_off(path, 1, after=5)
-    rows = path.parent / "train.jsonl"
-    rows.write_text(rows.read_text().replace("1", "2", 1))
-    assert call("train", path, "--resume") == 2
-    assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
 
 
 _SLOW_SOCKETS = """

@@ -4,19 +4,8 @@ import json
 
 import pytest
 import torch
-from small_runs import (
-    call,
-    losses,
-    make_rows,
-    plain_loss,
-    plain_training,
-    read_lines,
-    relative,
-    steps_of,
-    train,
-    write_rows,
-    write_run,
-)
+from small_runs import call, losses, read_lines, steps_of, train, write_rows, write_run
+from testing.small import make_rows, plain_loss, plain_training, relative
 
 LENGTHS = [60, 2, 33, 1, 7, 90, 3, 31]
 

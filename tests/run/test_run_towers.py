@@ -5,25 +5,14 @@ import json
 import peft
 import pytest
 import torch
+from testing.small import DTYPES, VOCAB, make_rows, plain_training, relative
 from testing.towers import tiny_tower_config
 from transformers import AutoModelForImageTextToText
 
 from lengthwise.models import build_model, find_model, left_alone
 from lengthwise.models.own_rows import own_rows
 from lengthwise.run import building, setup
-from run.small_runs import (
-    DTYPES,
-    VOCAB,
-    call,
-    losses,
-    make_rows,
-    plain_training,
-    relative,
-    steps_of,
-    train,
-    write_rows,
-    write_run,
-)
+from run.small_runs import call, losses, steps_of, train, write_rows, write_run
 from tiers import more
 
 LENGTHS = [30, 1, 12, 5, 61, 2, 9, 40]

@@ -1,13 +1,14 @@
 """Reports to experiment trackers: what arrives, from whom, and that no tracker takes a run with it."""
 
 import pytest
+from testing.small import make_rows
 
 import lengthwise
 from lengthwise.core import packages
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.run import trackers
 from lengthwise.run.callbacks import Callback
-from run.small_runs import broken_off, losses, make_rows, read_lines, write_run
+from run.small_runs import broken_off, losses, read_lines, write_run
 from tiers import more
 
 LENGTHS = [30, 12, 5, 40]
@@ -124,19 +125,6 @@ def test_trackers_without_their_package_are_refused_before_anything_is_written(t
     with pytest.raises(ConfigError, match="which wandb needs"):
         lengthwise.train(run_of(tmp_path, "wandb"))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        (["wandb", "mlflw"], r"report_to\.1: 'mlflw' \(text\) -> `mlflow`, of tensorboard, "),
-        (["wandb", "wandb"], "report_to: wandb, wandb -> each tracker once"),
-        (3, "report_to: 3 \\(a whole number\\) -> a list"),
-    ],
-)
-def test_trackers_that_nobody_knows_are_refused_by_name(tmp_path, names, message):
-    with pytest.raises(ConfigError, match=message):
-        lengthwise.train(run_of(tmp_path, names))
 
 
 @pytest.mark.parametrize("nothing", ["none", []])

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from testing.small import make_rows
 
 import lengthwise
 from lengthwise.config import RunConfig
-from run.small_runs import Command, make_rows, write_run
+from run.small_runs import Command, write_run
 from security.watched import MARK, watch
 from tiers import some
 

@@ -2,23 +2,18 @@
 
 import copy
 import os
-from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from testing import SIZES
 from testing.ranks import fork_ranks
+from testing.small import plain_loop, small_model, steps_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise.models import keep_double
 from lengthwise.session import Session
 
 torch.set_num_threads(1)
-VOCAB = 64
-UGLY = [[1, 2, 97, 3], [64, 65, 63, 1, 1, 31], [128, 5], [59, 2, 2, 2]]
 
 
 class LargestTensor(TorchDispatchMode):
@@ -32,57 +27,6 @@ class LargestTensor(TorchDispatchMode):
             if isinstance(each, torch.Tensor):
                 self.numbers, self.bytes = max(self.numbers, each.numel()), max(self.bytes, each.nbytes)
         return made
-
-
-def small_model(dtype=torch.float64, **changes):
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        config = LlamaConfig(**{**SIZES, "vocab_size": VOCAB, **changes})
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype).train()
-
-
-def rows_of(lengths, seed):
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for length in lengths:
-        ids = torch.randint(0, VOCAB, (length,), generator=generator)
-        labels = torch.where(torch.rand(length, generator=generator) < 0.3, -100, ids)
-        rows.append({"input_ids": ids, "labels": labels})
-    rows[0]["labels"] = rows[0]["input_ids"].clone()
-    rows.append({"input_ids": torch.arange(9) % VOCAB, "labels": torch.arange(9) % VOCAB})
-    return rows
-
-
-def steps_of(lengths=UGLY):
-    return [rows_of(each, seed) for seed, each in enumerate(lengths)]
-
-
-def loss_tokens(rows):
-    return sum(int((row["labels"][1:] != -100).sum()) for row in rows)
-
-
-def plain_losses(model, rows, *, autocast=None, wide=torch.float64):
-    """Yield the summed cross entropy of each row, alone."""
-    for row in rows:
-        with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
-            logits = model(input_ids=row["input_ids"][None], use_cache=False).logits[0]
-        yield F.cross_entropy(logits.to(wide)[:-1], row["labels"][1:], ignore_index=-100, reduction="sum")
-
-
-def plain_loop(model, optimizer, scheduler, steps, *, limit=1.0, **how):
-    """Train one row after the other; return (loss, norm) of each step."""
-    found = []
-    for rows in steps:
-        total, divisor = 0.0, loss_tokens(rows)
-        for loss in plain_losses(model, rows, **how):
-            (loss / divisor).backward()
-            total += loss.item() / divisor
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
-        found.append((total, norm))
-    return found
 
 
 def planned_loop(session, optimizer, scheduler, steps, *, limit=1.0):
@@ -110,11 +54,8 @@ def both_loops(make_optimizer, *, dtype=torch.float64, precision=None, capacity=
                 found.append(planned_loop(session, optimizer, scheduler, steps))
                 exact = session.state_dict().get("master_weights", {})  # of rank 0
         else:
-            casting = {
-                "wide": torch.promote_types(dtype, torch.float32),
-                "autocast": torch.bfloat16 if precision else None,
-            }
-            found.append(plain_loop(plain, optimizer, scheduler, steps, **casting))
+            autocast = torch.bfloat16 if precision else None
+            found.append(plain_loop(plain, optimizer, scheduler, steps, dtype=dtype, autocast=autocast))
     losses, norms = zip(*(zip(*each, strict=True) for each in found), strict=True)
     trained = {name: each for name, each in plain.named_parameters() if each.requires_grad}
     is_cut = options.get("shard") in ("zero3", "hybrid") or "stages" in options
@@ -154,3 +95,12 @@ def in_double(work):
             return work(rank)
 
     return rank_work
+
+
+def same(one, other):
+    """Whether two results are the same, to the bit."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other

@@ -7,8 +7,9 @@ from functools import partial
 import peft
 import pytest
 import torch
-from loops import VOCAB, both_loops, in_double, in_ranks, rows_of, small_model
+from loops import both_loops, in_double, in_ranks
 from peft import LoraConfig, get_peft_model
+from testing.small import VOCAB, rows_of, small_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
@@ -236,16 +237,6 @@ def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path)
 
     start = in_two_dtypes()
     assert max(in_ranks(work, 2, tmp_path)) < 1e-6
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
-def test_a_base_keeps_its_dtype_under_adapters_of_another():
-    config = LoraConfig(r=2, target_modules=["q_proj"])
-    model = get_peft_model(small_model(torch.bfloat16), config)
-    with Session(model, SGD([each for each in model.parameters() if each.requires_grad]), capacity_tokens=128) as made:
-        assert made.backward(STEPS[0]).loss > 0
-        found = {(each.requires_grad, each.dtype) for each in model.parameters()}
-    assert found == {(True, torch.float32), (False, torch.bfloat16)}
 
 
 def test_single_rows_that_train_are_refused_under_stages(tmp_path):

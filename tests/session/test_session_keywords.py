@@ -6,7 +6,7 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
-from loops import small_model
+from testing.small import small_model
 from torch.optim import SGD
 
 from lengthwise import Session, build_config
@@ -97,6 +97,8 @@ def test_wrong_keywords_are_refused_together_in_a_run_files_words():
         assert found[each.where] == str(each)
     assert "costs, or None" in found["measurements"]
     assert "offload_optimizer" in found
+    lines = refused(session, {"seed": "x", "timeout_seconds": -1}) + refused(lambda _: Session(None, optimizer), {})
+    assert [line.split()[1] for line in lines] == ["seed:", "timeout_seconds:", "model:"]
     assert "cuda:0" in found["device"]
     assert "unknown key -> `capacity_tokens`" in found["capacity_token"]
     assert "`recompute: layer`" in found["gradient_checkpointing"]

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from loops import VOCAB, both_loops, in_double, in_ranks, loss_tokens, plain_losses, small_model, steps_of
+from loops import both_loops, in_double, in_ranks
+from testing.small import VOCAB, loss_tokens, plain_losses, small_model, steps_of
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm

@@ -5,7 +5,8 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import LargestTensor, in_ranks, rows_of, small_model
+from loops import LargestTensor, in_ranks
+from testing.small import rows_of, small_model
 from transformers import LlamaForCausalLM
 
 from lengthwise import Session

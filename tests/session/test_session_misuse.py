@@ -7,8 +7,9 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import in_ranks, rows_of, small_model
+from loops import in_ranks
 from peft import LoraConfig, get_peft_model
+from testing.small import rows_of, small_model
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused
@@ -114,22 +115,6 @@ def test_a_model_in_its_wrap_is_copied_with_the_wrap():
     assert type(torch.load(saved_as(copied), weights_only=False)) is type(model)
 
 
-def test_a_model_is_copied_while_its_session_is_open(tmp_path):
-    """As a reference of DPO is; the copy has no part in the session."""
-
-    def work(_rank):
-        model = small_model()
-        with Session(model, SGD(model.parameters()), capacity_tokens=128, shard="zero1") as session:
-            session.backward(ROWS)
-            copied = copy.deepcopy(model)
-            copied.zero_grad()
-            session.optimizer.step()
-            assert copied(torch.zeros(1, 3, dtype=torch.long)).logits.isfinite().all()
-        return min((a - b).norm().item() for a, b in zip(copied.parameters(), model.parameters(), strict=True))
-
-    assert min(in_ranks(work, 2, tmp_path)) > 0
-
-
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_second_session_over_the_same_model_trains_it_and_so_does_a_plain_loop_after_it(closes):
     """In bf16, where hooks of the first one would take the gradients."""
@@ -190,33 +175,6 @@ def test_a_loss_that_raises_leaves_no_room_of_the_store_taken(tmp_path):
         assert session.engine._offloading.store._room.end == 0
 
 
-@pytest.mark.parametrize("shard", ["zero1", "zero3"])
-def test_gradients_that_are_cleared_by_hand_are_cleared_and_nothing_moves_without_any(shard, tmp_path):
-    def work(_rank):
-        model = small_model()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-        with Session(model, optimizer, capacity_tokens=128, shard=shard) as session:
-            before = session.state_dict()
-            optimizer.step()
-            norms = []
-            for _ in range(2):
-                norms.append(session.backward(ROWS).grad_norm)
-                for parameter in model.parameters():
-                    parameter.grad = None
-            optimizer.step()
-            session.backward(ROWS)
-            optimizer.zero_grad()
-            optimizer.step()
-            after = session.state_dict()
-        return norms, [
-            torch.equal(before["master_weights"][name], each) for name, each in after.get("master_weights", {}).items()
-        ]
-
-    for (first, second), same in in_ranks(work, 2, tmp_path):
-        assert first == second
-        assert all(same)
-
-
 @pytest.mark.parametrize("layout", [{"shard": "zero1"}, more({"shard": "zero3"}), {"stages": 2}])
 def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_ranks(layout, tmp_path):
     def work(_rank):
@@ -260,6 +218,17 @@ ODD_ROWS = [
     ([{"input_ids": [1, 2], 7: [1, 2]}], "names of columns that are text"),
     ([torch.tensor([1, 2]).to_sparse()], "sequence 0, input_ids: expected one number per token"),
     ([{"input_ids": [1], "x": torch.ones(1, n)} for n in (2, 3)], "sequence 1, x: expected (2,) a token"),
+    ([[1, 2], {"ids": [1]}], "sequence 1: expected a column input_ids"),
+    ([[1, 2], {"input_ids": []}], "sequence 1: expected at least one token"),
+    ([{"input_ids": [1.5]}], "whole numbers"),
+    ([{"input_ids": [1, -3]}], "numbers from 0"),
+    ([{"input_ids": [1, 10**6]}], "input_ids: expected ids below the model's 64; got 1000000"),
+    ([{"input_ids": [1, 2], "labels": [-100, 10**6]}], "labels: expected ids below the model's"),
+    ([{"input_ids": [1, 2], "labels": [1]}], "one value per token, 2"),
+    ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], "one run of tokens"),
+    ([{"input_ids": [1, 2, 3], "position_ids": [0, 1, 0]}], "one sequence per row"),
+    ([{"input_ids": "abc"}], "one number per token"),
+    ({"input_ids": torch.ones(2, 5).long()}, "collate_fn=list"),
 ]
 ODD_ARGUMENTS = [
     ("loss", "sum", "loss: expected a function of outputs and tokens, or None; got 'sum'"),
@@ -433,20 +402,6 @@ def test_the_models_own_loss_is_the_sessions_and_a_mean_of_it_is_refused():
             logits, labels, vocab_size, num_items_in_batch
         )
         assert session.evaluate(ROWS).loss == pytest.approx(result.loss, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"seed": "x", "timeout_seconds": -1},
-        {"model": None},
-    ],
-)
-def test_settings_of_the_wrong_kind_are_named_together(settings):
-    model = small_model(torch.float32)
-    given = {"model": model, "optimizer": SGD(model.parameters()), **settings}
-    lines = said(lambda: Session(**given)).splitlines()
-    assert [line.split()[1] for line in lines] == [f"{name}:" for name in settings]
 
 
 def set_to(value, *keys):

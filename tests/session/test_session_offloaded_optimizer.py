@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from loops import in_ranks, planned_loop, small_model, steps_of
+from loops import in_ranks, planned_loop, same
+from testing.small import small_model, steps_of
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError
-from lengthwise.cost import StepMemory, check_host, costs, named_shape, shape_from_config
+from lengthwise.cost import StepMemory, check_host, named_shape
 from lengthwise.cost.measured import base_cost
-from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.session import open as session_open
 from lengthwise.session.ranks import SessionRanks
 from lengthwise.setup import resolve
@@ -34,15 +34,6 @@ def loop(_rank, *, make, steps, state=None, dtype=torch.bfloat16, capacity=64, *
         if state is not None:
             session.load_state_dict(state)
         return planned_loop(session, optimizer, CONSTANT(optimizer), steps), session.state_dict()
-
-
-def same(one, other):
-    """Whether two results are the same, to the bit."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize(
@@ -181,14 +172,3 @@ def test_stages_say_too_where_an_optimizer_on_the_host_saves_nothing(tmp_path):
     assert first.startswith("lengthwise: offloading the optimizer saves no memory without GPUs")
     assert first.endswith("lengthwise: stages: 2 with 1 rank a stage, of layers 0 | 1\n")
     assert not other
-
-
-def test_a_plan_is_priced_with_its_optimizer_on_the_host():
-    cost = costs("llama-7b")
-    memory = StepMemory(shape=shape_from_config(small_model().config.to_dict()), dtype_bytes=2, ranks=8, shard="zero3")
-    on_gpus, on_host = (
-        step_planning(replace(memory, offloads=offloads), cost, {"none": 64}).cost.step_end_seconds(8)
-        for offloads in (False, True)
-    )
-    assert on_gpus == 0  # all is summed in the waves
-    assert on_host > 0

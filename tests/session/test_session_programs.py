@@ -5,14 +5,78 @@ from dataclasses import replace
 import pytest
 import torch
 from testing.loop_programs.judge import Ran, judge, verdicts
-from testing.loop_programs.program import Operation, Program, draw_program, is_sound
+from testing.loop_programs.program import ALONE, Operation, Program, draw_program, is_sound
 
 from tiers import more
 
 PROGRAMS = [draw_program(seed) for seed in range(20)]
-BACKWARD = Operation("backward", {"lengths": [3], "seed": 0, "loss": "next token", "normalizer": None})
-SCALE = Operation("scale_groups", {"group": None, "factor": 0.5, "how": "in place"})
-STEP = Operation("step", {})
+
+
+def op(name, /, **arguments):
+    return Operation(name, arguments)
+
+
+def rows(*lengths, seed=0):
+    return {"lengths": list(lengths), "seed": seed}
+
+
+def backward(*lengths, seed=0):
+    return op("backward", **rows(*lengths, seed=seed), loss="next token", normalizer=None)
+
+
+BACKWARD, FIRST, SECOND = backward(3), backward(20, 30, 9, seed=1), backward(7, 41, 2, seed=2)
+SCALE, STEP, CLIP = op("scale_groups", group=None, factor=0.5, how="in place"), op("step"), op("clip", limit=0.05)
+ZERO, CLAMP = op("zero_grad", to_none=True), op("write_groups", group=None, how="clamp")
+HOOKS = [op("hook", when=when, what="weights") for when in ("post", "pre")]
+
+
+def gradients(group, value):
+    return op("set_gradients_of_groups", group=group, value=value)
+
+
+def cleared(name):
+    return op("set_gradients_named", name=name, value=None)
+
+
+WRITTEN = {
+    "steps twice": [FIRST, STEP, STEP, SECOND],
+    "clips between backwards": [FIRST, CLIP, SECOND],
+    "clips what it scaled": [FIRST, SCALE, CLIP, SECOND],
+    "clamps gradients": [FIRST, op("clip_values_of_groups", group=None, limit=1e-3), CLIP],
+    "clears to zero": [FIRST, STEP, gradients(0, None), op("zero_grad", to_none=False), STEP],
+    "sets gradients before backwards": [gradients(0, 0.01), gradients(1, 0.03), FIRST, CLIP, STEP, ZERO, SECOND],
+    "clears some": [FIRST, gradients(0, None), gradients(1, 0.0), CLIP, STEP, SECOND],
+    "clears some by name": [FIRST, cleared("layers.1"), STEP, SECOND],
+    "clears all by name": [STEP, FIRST, cleared(""), STEP, SECOND, ZERO, STEP],
+    "clears a second name": [FIRST, cleared("lm_head"), CLIP],
+    "clamps weights between steps": [FIRST, STEP, ZERO, CLAMP, SECOND, STEP, ZERO, CLAMP, FIRST],
+    "clamps weights in hooks": [*HOOKS, FIRST, STEP, ZERO, CLAMP, SECOND],
+    "evaluates between": [FIRST, op("evaluate", **rows(7, 41)), CLIP],
+    "forgets states": [FIRST, STEP, op("forget_states"), ZERO, SECOND],
+    "fails and goes on": [FIRST, op("fail"), STEP, SECOND, CLIP],
+    "goes on from its state": [FIRST, STEP, op("reload"), SECOND],
+}
+LAYOUTS = {"zero1 on the host": 2, "zero3": 2, "hybrid of 2": 4, "stages": 2, "stages of 2 replicas": 4}
+
+
+def program(operations, ranks=2, layout="zero1", model="tied", optimizer="adamw"):
+    return Program(ranks=ranks, layout=layout, model=model, optimizer=optimizer, operations=tuple(operations))
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "model"),
+    [("zero1", 2, "tied"), more("zero1", 1, "unreached"), *(more(each, n, "tied") for each, n in LAYOUTS.items())],
+)
+def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, ranks, model):
+    found = verdicts([program([*each, STEP], ranks, layout, model) for each in WRITTEN.values()])
+    assert {name: each for name, each in zip(WRITTEN, found, strict=True) if each.kind != "same"} == {}
+
+
+def test_what_one_rank_does_alone_is_named_before_the_next_step():
+    kinds = (*ALONE, "mode", "normalizer", "loss", "own gradient")
+    after = [FIRST, CLIP, STEP, FIRST, STEP]
+    found = verdicts([program([FIRST, op("alone", rank=1, what=what), *after]) for what in kinds])
+    assert {what: each for what, each in zip(kinds, found, strict=True) if each.kind != "refused"} == {}
 
 
 WHOLE = slice(None)
@@ -28,16 +92,18 @@ def test_random_programs_are_the_plain_loop_or_refused(ranks, taken):
 
 
 def judged(operations, *ranks, layout="zero1", plain=()):
-    program = Program(ranks=len(ranks), layout=layout, model="tied", optimizer="sgd", operations=tuple(operations))
     weights = {"a": torch.ones(2, dtype=torch.float64)}
     expected = Ran(numbers=[list(each) for each in plain], weights=weights)
-    return judge(program, expected, [replace(each, weights=each.weights or weights) for each in ranks])
+    return judge(
+        program(operations, len(ranks), layout),
+        expected,
+        [replace(each, weights=each.weights or weights) for each in ranks],
+    )
 
 
 def test_a_judge_fails_what_differs_and_refusals_of_what_is_promised():
     refused, went_on = Ran(refused="rank 1 has another lr"), Ran(numbers=[[]])
-    alone = Operation("alone", {"rank": 1, "what": "lr"})
-    write = Operation("write_groups", {"group": None, "how": "clamp"})
+    alone, write = op("alone", rank=1, what="lr"), CLAMP
     assert judged([BACKWARD], Ran(numbers=[[1.0, 2.0]]), plain=[(1.0, 2.0)]).kind == "same"
     assert judged([BACKWARD], Ran(numbers=[[1.0, 2.1]]), plain=[(1.0, 2.0)]).harm == "numbers"
     assert (

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 from testing.faults import VARIABLE
+from testing.small import small_model, steps_of
 
 from lengthwise.checkpoint import part
 from lengthwise.checkpoint.manifest import read_manifest, read_run_manifest, signed
@@ -24,7 +25,7 @@ from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.session import Session, state_folder
 from run.small_runs import call
-from session.loops import LargestTensor, in_double, in_ranks, planned_loop, small_model, steps_of
+from session.loops import LargestTensor, in_double, in_ranks, planned_loop
 from tiers import more, some
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

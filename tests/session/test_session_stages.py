@@ -5,8 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from loops import both_loops, in_double, in_ranks, loss_tokens, plain_losses, rows_of, small_model
+from loops import both_loops, in_double, in_ranks
 from peft import LoraConfig, get_peft_model
+from testing.small import loss_tokens, plain_losses, rows_of, small_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 

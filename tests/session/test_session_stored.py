@@ -2,14 +2,14 @@
 
 import pytest
 import torch
+from testing.small import small_model, steps_of, write_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise import StoredModel
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.models.own_rows import OwnRows
 from lengthwise.session import Session
-from run.small_runs import write_model
-from session.loops import in_ranks, small_model, steps_of
+from session.loops import in_ranks, same
 from tiers import more
 
 LR = 1e-2
@@ -46,14 +46,6 @@ def trained(make, folder, options, *, loads=None, saves=None):
             if saves is not None and session.steps == 1:
                 session.save(saves)
         return losses, session.state_dict()
-
-
-def same(one, other):
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 @pytest.mark.parametrize(

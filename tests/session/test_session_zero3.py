@@ -1,71 +1,22 @@
 """A session whose parameters lie over the ranks gives what the plain loop gives; what needs them whole is refused."""
 
 import copy
-import sys
-from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
-from loops import (
-    VOCAB,
-    in_double,
-    in_ranks,
-    loss_tokens,
-    plain_loop,
-    plain_losses,
-    planned_loop,
-    small_model,
-    steps_of,
-)
-from testing.tiny import tiny_family_config
+from loops import in_double, in_ranks, planned_loop
+from testing.small import plain_loop, small_model, steps_of
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
 from lengthwise.core.errors import ModelRefused
-from lengthwise.cost import costs
 from lengthwise.session import open as session_open
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 STEPS = [[97, 60, 5], [1, 40, 81]]
 CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
-
-
-def family_model(family, dtype=torch.float64, **changes):
-    torch.manual_seed(0)
-    config = tiny_family_config(family, {"vocab_size": VOCAB, **changes})
-    how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": dtype}
-    return AutoModelForCausalLM.from_config(config, **how).train()
-
-
-def test_routers_are_balanced_over_the_whole_batch(tmp_path):
-    def work(_rank):
-        model = family_model("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
-        plain, (rows, *_) = copy.deepcopy(model), steps_of(STEPS)
-        optimizer = MOMENTUM(model.parameters())
-        with Session(model, optimizer, capacity_tokens=64, shard="zero3") as session:
-            found = session.backward(rows)
-            session.clip_grad_norm_(1e9)
-            values = session.token_values(rows)  # of the model before the step, and no loss
-        predicted = [F.log_softmax(plain(input_ids=row["input_ids"][None]).logits[0, :-1], -1) for row in rows]
-        labels = [row.get("labels", row["input_ids"])[1:] for row in rows]
-        outputs = [plain(input_ids=row["input_ids"][None], use_cache=False) for row in rows]
-        logits = tuple(map(torch.cat, zip(*(each.router_logits for each in outputs), strict=True)))
-        formula = sys.modules[type(plain).__module__].load_balancing_loss_func
-        config = plain.config
-        balance = formula(logits, config.num_experts, config.num_experts_per_tok)
-        loss = sum(plain_losses(plain, rows)) / loss_tokens(rows)
-        (loss + 0.5 * balance).backward()
-        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e9).item()
-        for own, of_plain, label in zip(values, predicted, labels, strict=True):
-            wanted = of_plain.gather(1, label.clamp(min=0)[:, None])[:, 0].where(label >= 0, 0.0)
-            torch.testing.assert_close(own[:-1], wanted.detach(), rtol=1e-12, atol=1e-12)
-        return (found.loss, found.router_loss, found.grad_norm), (loss.item(), balance.item(), norm)
-
-    for found, expected in in_ranks(in_double(work), 2, tmp_path):
-        assert found == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
@@ -186,29 +137,6 @@ def test_other_ranks_need_no_storage_of_their_own(tmp_path):
     expected = in_double(plain)(0)
     for found in in_ranks(in_double(work), 2, tmp_path):
         assert found == [pytest.approx(each, rel=1e-12) for each in expected]
-
-
-def test_what_is_gathered_is_priced_by_the_parameters_that_there_are(tmp_path):
-    """Of tiny experts norms, routers and dense layers count; of adapters gradients alone are summed."""
-
-    def work(_rank):
-        found = []
-        for trains in ("", "lm_head"):
-            model = family_model("qwen3_moe", torch.float32)
-            for name, each in model.named_parameters():
-                each.requires_grad_(trains in name)
-            optimizer = MOMENTUM([each for each in model.parameters() if each.requires_grad])
-            cost = replace(costs("llama-7b"), version="one rate")
-            with Session(model, optimizer, capacity_tokens=64, shard="zero3", measurements=cost) as session:
-                traffic = session.planning.ahead.cost.traffic
-                count = sum(each.numel() for each in model.parameters())
-            gathered = traffic.layers * traffic.gather_seconds + traffic.rest_gather_seconds
-            found.append((gathered + traffic.head_gather_seconds, traffic.reduce_seconds, count, cost))
-        return found
-
-    (whole, summed, count, cost), (_, alone, *_) = in_ranks(work, 2, tmp_path)[0]
-    assert whole == pytest.approx(4 * count / 2 / cost.near.bytes_per_second)
-    assert alone < 0.5 * summed
 
 
 def test_values_that_a_pass_has_left_gathered_are_out_of_reach(tmp_path):
