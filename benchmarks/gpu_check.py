@@ -134,7 +134,7 @@ def main() -> None:
     on_gpus = arguments.device == "cuda"
     os.environ.update(
         PYTHONPATH=python_path(),
-        LENGTHWISE_TRANSPORT_WRAPPER="testing.staged:staged",  # for ranks that share a GPU
+        **({"LENGTHWISE_TRANSPORT_WRAPPER": "testing.staged:staged"} if on_gpus else {}),  # for ranks that share a GPU
         HF_HUB_OFFLINE="1",
         TRANSFORMERS_OFFLINE="1",
         LENGTHWISE_TEST_GPU="1" if on_gpus else "",

@@ -24,7 +24,8 @@ TINY = ("--device", "cpu", "--tiny")
 
 @pytest.fixture(autouse=True)
 def _environment_is_put_back(monkeypatch):
-    for name in ("PYTHONPATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "LENGTHWISE_TEST_GPU"):
+    offline = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    for name in ("PYTHONPATH", *offline, "LENGTHWISE_TEST_GPU", "LENGTHWISE_TRANSPORT_WRAPPER"):
         monkeypatch.setenv(name, os.environ.get(name, ""))
 
 

@@ -284,12 +284,12 @@ def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch
 @pytest.mark.parametrize("number", [signal.SIGTERM, more(signal.SIGINT)])
 def test_ranks_that_are_asked_to_stop_while_they_read_end_at_once(tmp_path, monkeypatch, number):
     def endless(*_, **__):
-        (tmp_path / "here").touch()
+        (tmp_path / f"here-{os.getpid()}").touch()
         time.sleep(60)
 
     monkeypatch.setattr("lengthwise.run.checks.load_dataset", endless)
     command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 2)
-    command.wait_for((tmp_path / "here").exists)
+    command.wait_for(lambda: len(list(tmp_path.glob("here-*"))) == 2)
     command.send(number, group=number == signal.SIGINT)
     status, _, err = command.finish(30)
     assert status == 130

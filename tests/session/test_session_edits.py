@@ -227,7 +227,7 @@ def test_slices_take_what_a_loop_wrote_by_data_before_it_changes_them(tmp_path):
                 each.data.fill_(0.5)
             for each in members(loop):
                 each.mul_(0.5)
-            loop.evaluate(FIRST)
+            loop.session.evaluate(FIRST)
         return max(float((each.detach() - 0.25).abs().max()) for each in loop.model.parameters())
 
     assert in_ranks(work, 2, tmp_path) == [0.0, 0.0]

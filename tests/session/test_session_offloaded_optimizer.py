@@ -127,6 +127,8 @@ def test_of_layouts_that_fit_the_fastest_is_taken_by_costs(monkeypatch, capsys):
     plain = base_cost(settings.trained.shape, "h100", precision="bf16")
     late = replace(plain, reduced_bytes=1e12)  # whose step's end takes long with whole parameters
     alone(monkeypatch, lambda *_: 80e9)
+    assert shard_of(settings, late) == "zero1", "nothing is timed without lengths"
+    settings = replace(settings, lengths=[2048] * 64, batch_tokens=2048 * 64)
     assert shard_of(settings, late) == "zero3"
     assert "shard zero3: a step takes" in capsys.readouterr().out
     assert shard_of(settings, plain) == "zero1"
