@@ -3,6 +3,7 @@
 import ctypes
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -239,7 +240,7 @@ def test_train_whose_log_cannot_be_written_goes_on(tmp_path, ranks, log):
 
 def test_command_whose_reader_went_away_ends_without_a_traceback(tmp_path):
     """In a real process, for the interpreter's own last words: the help is longer than one line."""
-    command = f"{sys.executable} -m lengthwise plan --help | head -1; exit ${{PIPESTATUS[0]}}"
+    command = f"{shlex.quote(sys.executable)} -m lengthwise plan --help | head -1; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=clean_environment())
     assert done.stdout.count("\n") == 1
     assert "Traceback" not in done.stderr
