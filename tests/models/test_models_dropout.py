@@ -11,6 +11,7 @@ from torch import nn
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.core.trained import FAMILIES, LAYER_TYPES, layer_types
+from lengthwise.engine import step
 from lengthwise.models import DropoutKey, NoDropout, check_model_config, drawing, stop_dropping
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
 from models.test_models_checkpointing import recomputing
@@ -40,6 +41,14 @@ def test_a_forward_draws_by_seed_step_and_place_alone_and_leaves_the_generator()
 def steps(model, plan, **how):
     batch = make_batch(LENGTHS, vocab=VOCAB, seed=1, masked=0.2)
     return run_step(model, plan, batch, dropout=DropoutKey(seed=3, step=2), **how)
+
+
+def test_every_rank_and_microbatch_draws_from_a_seed_of_its_own(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(step, "drawing", lambda seed, device: (seeds.append(seed), drawing(seed, device))[1])
+    pieces = [[Piece(ranks=(0,), sequences=part[:1]), Piece(ranks=(1,), sequences=part[1:])] for part in PARTS]
+    steps(gpt2(0.3), make_plan(2, LENGTHS, pieces))
+    assert len(set(seeds)) == len(seeds) == 4
 
 
 def assert_same(found, expected):

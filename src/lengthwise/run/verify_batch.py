@@ -26,12 +26,12 @@ from lengthwise.planner import PACKED_DP
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import check_plan
 from lengthwise.run.job import Job
+from lengthwise.session.open import UNMEASURED_TOKENS
 from lengthwise.setup import memory_of_settings
 
 SECONDS = 60.0  # about what a part should take
 _SEQUENCES, _LONGEST = 8, 2  # sequences of a part, and the number of long ones among them
 _LEAST = 32  # least tokens of a rank in a long sequence, however long they take
-_UNMEASURED_TOKENS = 4096
 _OVERHEAD = 1.3  # seconds of a plan over seconds of evenly split work
 _SPLIT, _OFFLOADED = 2, 0.5  # ranks that share heads, and offloaded share of a microbatch, if the planner may choose
 
@@ -55,7 +55,7 @@ class VerifyBatch:
 def held_before_measuring(job: Job) -> int:
     """Return the capacity of a rank in tokens: that of the run, or one with which the longest sequence fits."""
     given, sharing = job.config.capacity_tokens, 1 if job.config.planner == PACKED_DP else job.replicas
-    return max(_UNMEASURED_TOKENS, -(-job.longest_tokens // sharing)) if given == "auto" else given
+    return max(UNMEASURED_TOKENS, -(-job.longest_tokens // sharing)) if given == "auto" else given
 
 
 def whole_batch(job: Job, planning: StepPlanning, plan: Plan | None = None) -> VerifyBatch:
@@ -77,8 +77,9 @@ def part_of_batch(job: Job, planning: StepPlanning) -> VerifyBatch:
     lengths = [int(job.dataset.lengths[row]) for row in rows]
     longest, held, cost = lengths[0], max(planning.capacities.values()), planning.cost
     while longest > _LEAST * job.replicas:
-        if _seconds(job, cost, [*_cut(lengths, longest, longest // 4), *(longest, longest)]) <= SECONDS:
-            break  # two may be added
+        added = [longest, longest]
+        if _seconds(job, cost, [*_cut(lengths, longest, longest // 4), *added]) <= SECONDS:
+            break
         longest //= 2
     cuts = job.replicas > 1 and job.config.planner != PACKED_DP
     capacity = min(held, max(3 * longest // 4, -(-longest // job.replicas) + 1) if cuts else longest)

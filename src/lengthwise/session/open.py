@@ -36,7 +36,7 @@ from lengthwise.session.user_loop import slices_of
 from lengthwise.setup import Machine, lengths_of_a_batch, memory_of_settings, resolve
 from lengthwise.simulator import MODEL_ERROR
 
-_UNMEASURED_TOKENS = 4096  # assumed capacity when layers are cut into stages before the capacity is measured
+UNMEASURED_TOKENS = 4096  # assumed capacity of a rank where it is needed before it is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +218,7 @@ def _take_stage(settings: SessionSettings, ranks: SessionRanks, cost: Cost, rows
     """
     asked, transport, text = settings.asked, ranks.transport, settings.text
     mesh = join_stages(text, transport, asked.stages, reads=rows is not None)
-    capacity = settings.capacity_tokens or _UNMEASURED_TOKENS
+    capacity = settings.capacity_tokens or UNMEASURED_TOKENS
     measured = cost if asked.measurements else None
     lengths = settings.lengths or [capacity]
     chunks = cut_stages(mesh.world, text.config, asked.cut.chunks, lengths, capacity=capacity, cost=measured)
