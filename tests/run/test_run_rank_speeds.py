@@ -1,6 +1,7 @@
 """A slow rank in a run, on a machine whose seconds are known: found, named and planned for, without a clock."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -65,6 +66,19 @@ def test_ranks_that_are_alike_are_not_taken_for_slow_ones_where_costs_are_off(fa
     slow, _, notes = run_of(factors=factors, planner=planner)
     assert slow.speeds is None
     assert notes == []
+
+
+def test_a_session_with_measured_costs_plans_ahead_for_its_slow_rank():
+    planning = StepPlanning(ranks=RANKS, cost=TRUE, capacities={"none": 2048}, options=PlanOptions(layers=2))
+    planned = SessionPlanning(chunked=planning, whole=planning, slow_ranks=SlowRanks())
+    process = SimpleNamespace(plan=lambda planning, lengths, _shared: (planning.options.speeds, lengths))
+    ahead, batch = planned.start(process), SimpleNamespace(lengths=(900, 400, 300, 200))
+    assert ahead(batch) == (None, batch.lengths)
+    plan = planning.plan(batch.lengths)
+    busy = np.array(score(plan, TRUE, speeds=[1.0] * RANKS).busy_seconds) * (1, 1, 2, 1)
+    notes = [planned.observe(RanStep(plan=plan, busy_seconds=tuple(busy))) for _ in range(10)]
+    assert sum(map(bool, notes)) == 1
+    assert ahead(batch) == ((1.0, 1.0, 0.5, 1.0), batch.lengths)
 
 
 def test_a_session_without_measured_costs_plans_the_same_beside_a_slow_rank():
