@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lengthwise.attention import choose_kernel
+from lengthwise.attention import AttentionNeeds, choose_kernel
 from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
@@ -90,7 +90,7 @@ def run_pipeline(
         chunks = cut_layers(layers, stages * plan.schedule["virtual"])
         stage = ModelStage(model, chunks, stages=stages, stage=mesh.stage)
         parameters = stage_parameters(stage, mesh, dtype=dtype)
-        kernel = choose_kernel(CPU, capped=score_cap(model.config) is not None)
+        kernel = choose_kernel(CPU, AttentionNeeds(capped=score_cap(model.config) is not None))
         offloading = None if make_store is None else Offloading(model, kernel, make_store(transport.rank))
         before = (*model.parameters(), *(each.grad for each in model.parameters() if each.grad is not None))
         with keep_double(dtype), LiveBytes(*before) if watches else nullcontext() as live:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lengthwise.attention import BlockKernel, choose_kernel
+from lengthwise.attention import AttentionNeeds, BlockKernel, choose_kernel
 from lengthwise.comm import Mesh, Transport
 from lengthwise.core.plan import Plan
 from lengthwise.engine.batch import StepBatch
@@ -55,7 +55,10 @@ def run_step(
     ranks_per_node: parameters lie over the ranks of each node; None: whole on every rank. make_store: where activations
     go that the plan offloads. `around` changes the transport of a rank.
     """
-    dtype, kernel = DTYPES[precision], kernel or choose_kernel(CPU, capped=score_cap(model.config) is not None)
+    dtype, kernel = (
+        DTYPES[precision],
+        kernel or choose_kernel(CPU, AttentionNeeds(capped=score_cap(model.config) is not None)),
+    )
 
     def work(transport: Transport) -> Any:
         transport, own = around(transport), copy.deepcopy(model)

@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gpu.loops import OurLoop
 from gpu.rows import Records, middle, seconds_of
 from gpu.setting import Sizes, model_config
-from lengthwise.attention import Block, BlockKernel, ReferenceKernel, Saved, choose_kernel
+from lengthwise.attention import AttentionNeeds, Block, BlockKernel, ReferenceKernel, Saved, choose_kernel
 from lengthwise.attention.cuda_kernels import TorchVarlenOps
 from lengthwise.attention.cudnn import ByLengthKernel, CudnnOps, DenseKernel
 from lengthwise.attention.kernels import Gradients
@@ -113,7 +113,9 @@ def blocks(sizes: Sizes, records: Records) -> None:
     long, shorts = sizes.block_tokens[-1], [max(1, sizes.block_tokens[0] // 32)] * 500
     lengths, chosen = [long, *shorts], ByLengthKernel(dense, varlen, diagonal_tokens=long)  # on the CPU
     if device.type == "cuda":
-        chosen = choose_kernel(device, dtype=sizes.dtype, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+        chosen = choose_kernel(
+            device, AttentionNeeds(dtype=sizes.dtype, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+        )
     q, k, v = rows(sum(lengths), heads), rows(sum(lengths), kv_heads), rows(sum(lengths), kv_heads)
     whole = Block(q=q, k=k, v=v, scale=head_dim**-0.5)
     apart = pack_documents(lengths, window=None, device=device, alone_from=long)
@@ -175,7 +177,7 @@ def _ring(sizes: Sizes, records: Records) -> bool:
     random, scale = torch.Generator().manual_seed(0), head_dim**-0.5
     drawn = (torch.randn(tokens, number, head_dim, generator=random) for number in (heads, kv_heads, kv_heads, heads))
     rows = [each.to(device, torch.bfloat16) for each in drawn]
-    kernel = choose_kernel(device, dtype=torch.bfloat16, head_dim=head_dim)
+    kernel = choose_kernel(device, AttentionNeeds(dtype=torch.bfloat16, head_dim=head_dim))
     exact = _attend(ReferenceKernel(), [each.float() for each in rows], scale)
     alone = _errors(_attend(kernel, rows, scale), exact)
     plan = _one_piece(degree, tokens, layers=1, capacity=tokens + 1)

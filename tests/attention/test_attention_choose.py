@@ -104,7 +104,7 @@ def test_scores_that_are_capped_go_to_the_kernel_that_can():
         with pytest.raises(ConfigError) as refused:
             gpu_kernel(abilities, capped, implementation=name)
         assert refused.value.got == f"{name}: {why}and this kernel does not"
-    assert isinstance(choose_kernel(CPU, capped=True, say=said.append), ReferenceKernel)
+    assert isinstance(choose_kernel(CPU, AttentionNeeds(capped=True), say=said.append), ReferenceKernel)
     assert said[0].startswith(f"attention kernel: {kernel.name}; because the run computes on the CPU, and {slow}; ")
 
 
@@ -156,7 +156,7 @@ def test_auto_always_finds_one_that_could_be_named(capability, has, cudnn, flash
 
 def test_on_the_cpu_the_reference_can_be_named_and_kernels_of_gpus_cannot():
     said = []
-    chosen = choose_kernel(CPU, dtype=torch.bfloat16, head_dim=64, say=said.append)
+    chosen = choose_kernel(CPU, AttentionNeeds(dtype=torch.bfloat16, head_dim=64), say=said.append)
     kernel = choose_kernel(CPU, implementation="reference", say=said.append)
     assert isinstance(kernel, ReferenceKernel)
     assert kernel.token_multiple == 1

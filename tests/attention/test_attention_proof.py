@@ -135,7 +135,7 @@ def wrong_flash(monkeypatch):
 
 def test_auto_names_a_wrong_kernel_and_takes_the_next(wrong_flash):
     said = []
-    kernel = choose_kernel(CPU, head_dim=16, say=said.append)
+    kernel = choose_kernel(CPU, AttentionNeeds(head_dim=16), say=said.append)
     assert type(kernel) is ReferenceKernel
     assert [line.partition("; proved in 0.")[0] for line in said] == [
         "attention kernel: flash_cpu is not used, because it is wrong on this device: causal block of 72 tokens, "
@@ -144,17 +144,17 @@ def test_auto_names_a_wrong_kernel_and_takes_the_next(wrong_flash):
         "on it",
     ]
     with pytest.warns(UserWarning, match="flash_cpu is not used"):  # where nobody listens
-        choose_kernel(CPU, head_dim=16)
+        choose_kernel(CPU, AttentionNeeds(head_dim=16))
 
 
 def test_where_every_kernel_is_wrong_all_are_named(wrong_flash, monkeypatch):
     monkeypatch.setattr(choose, "ReferenceKernel", lambda **_: WrongOnCpu())
     with pytest.raises(ConfigError) as refused:
-        choose_kernel(CPU, head_dim=16, say=[].append)
+        choose_kernel(CPU, AttentionNeeds(head_dim=16), say=[].append)
     assert "flash_cpu: causal block" in refused.value.got
     assert "reference: causal block" in refused.value.got
     with pytest.raises(ConfigError, match="got reference: causal block of 72 tokens"):
-        choose_kernel(CPU, head_dim=16, implementation="reference", say=[].append)
+        choose_kernel(CPU, AttentionNeeds(head_dim=16), implementation="reference", say=[].append)
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):
@@ -165,7 +165,9 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):
 
     def on(transport):
         here.rank = rank = transport.rank
-        kernels[rank] = type(choose_kernel(CPU, head_dim=16, say=said[rank].append, transport=transport))
+        kernels[rank] = type(
+            choose_kernel(CPU, AttentionNeeds(head_dim=16), say=said[rank].append, transport=transport)
+        )
 
     monkeypatch.setattr(choose, "_proof", proof)
     StrictWorld(3).run(on)

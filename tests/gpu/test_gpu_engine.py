@@ -10,7 +10,7 @@ from testing.laid import whole_parameters
 from testing.peaks import kept_bytes
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lengthwise.attention import choose_kernel
+from lengthwise.attention import AttentionNeeds, choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
@@ -36,7 +36,7 @@ def make(device, dtype, *, hidden=128, fused=None, offload=False):
 
 
 def run(model, flat, device, dtype, *, name="step"):
-    kernel = choose_kernel(device, dtype=dtype, head_dim=model.config.head_dim)
+    kernel = choose_kernel(device, AttentionNeeds(dtype=dtype, head_dim=model.config.head_dim))
     plan = make_plan(1, LENGTHS, [[Piece(ranks=(0,), sequences=each)] for each in ((0,), (1, 2), (3, 4, 5))])
     context = StepContext(model, Mesh(SoloTransport(), 1), kernel, name=name, parameters=flat)
     return run_part(plan, make_batch(LENGTHS, vocab=48), context)

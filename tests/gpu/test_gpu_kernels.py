@@ -87,7 +87,9 @@ def close(got, wanted, dtype):
 def test_gpu_rings_and_packs_equal_dense(device, kind, dtype, window, with_sinks, staged):
     """Ranks as threads on one device: the strict transport copies there; staged, all goes through host memory."""
     packs = device.type == "cpu" and dtype == torch.bfloat16  # no kernel that is chosen there takes any
-    kernel = named_kernel("varlen", device) if packs else choose_kernel(device, dtype=dtype, head_dim=64)
+    kernel = (
+        named_kernel("varlen", device) if packs else choose_kernel(device, AttentionNeeds(dtype=dtype, head_dim=64))
+    )
     lengths, (ranks, pieces) = LENGTHS[device.type], PLANS[kind]
     plan = make_plan(ranks, lengths, pieces)
     rows = [draw(length, dtype, i) for i, length in enumerate(lengths)]
@@ -129,7 +131,7 @@ def test_gpu_packs_of_long_and_short_documents_equal_dense(device, window):
 
 def test_gpu_kernel_for_bf16_takes_packs_and_says_why(device):
     said = []
-    kernel = choose_kernel(device, dtype=torch.bfloat16, head_dim=128, say=said.append)
+    kernel = choose_kernel(device, AttentionNeeds(dtype=torch.bfloat16, head_dim=128), say=said.append)
     assert kernel.token_multiple == (128 if device.type == "cuda" else 1)
     assert said[0].startswith("attention kernel: ")
     if device.type == "cpu":
@@ -151,7 +153,7 @@ def test_gpu_kernels_pass_the_comparison_of_a_start(device, name):
 def test_gpu_kernels_that_are_chosen_pass_it_with_heads_of_any_size(device, dtype):
     for dim in (20, 64, 256):
         needs = AttentionNeeds(dtype=dtype, head_dim=dim, windowed=True, heads=HEADS, kv_heads=KV_HEADS)
-        kernel = choose_kernel(device, dtype=dtype, head_dim=dim)
+        kernel = choose_kernel(device, AttentionNeeds(dtype=dtype, head_dim=dim))
         assert prove_kernel(kernel, needs, device).fault is None
 
 

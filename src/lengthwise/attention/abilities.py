@@ -55,8 +55,8 @@ class GpuAbilities:
 class AttentionNeeds:
     """A model's needs of attention. windowed: True with a sliding window. capped: True with capped scores."""
 
-    dtype: torch.dtype
-    head_dim: int
+    dtype: torch.dtype = torch.float32
+    head_dim: int = 1
     windowed: bool = False
     capped: bool = False
     heads: int = 1

@@ -37,22 +37,18 @@ _CAPPED = "this model caps its scores by tanh (softcap), which"
 _BY_CAP = f"{_CAPPED} no fused kernel here does; this one is slow"
 _ON_CPU = ("auto", "reference")
 _CPU_ORDER = ("flash_cpu", "reference")
+_ANY_NEEDS = AttentionNeeds()
 
 
 def choose_kernel(
     device: torch.device,
+    needs: AttentionNeeds = _ANY_NEEDS,
     *,
-    dtype: torch.dtype = torch.float32,
-    head_dim: int = 1,
-    windowed: bool = False,
-    capped: bool = False,
-    heads: int = 1,
-    kv_heads: int = 1,
     implementation: str = "auto",
     say: Callable[[str], None] | None = None,
     transport: Transport | None = None,
 ) -> BlockKernel:
-    """Return the fastest kernel for `device` and the model, or the named one.
+    """Return the fastest kernel for `device` and the needs of the model, or the named one.
 
     say: called with the choice and its reason, and with wrong kernels that are not used. If None, wrong ones are Python
     warnings. transport: of all ranks, which choose together. If None, this rank chooses alone.
@@ -60,9 +56,6 @@ def choose_kernel(
     Raises:
         ConfigError: the named kernel cannot be used here or is wrong, or every kernel is wrong.
     """
-    needs = AttentionNeeds(
-        dtype=dtype, head_dim=head_dim, windowed=windowed, capped=capped, heads=heads, kv_heads=kv_heads
-    )
     abilities = None if device.type == "cpu" else _abilities(device)
     if abilities is None:
         check_attention(implementation, needs, on_gpus=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Self
 
@@ -76,8 +76,8 @@ def choose_model_kernel(
     transport: Transport | None = None,
 ) -> BlockKernel:
     """Choose the attention kernel of a model on `device`, with arguments and errors of `choose_kernel`."""
-    needs = asdict(attention_needs(config, dtype))
-    return choose_kernel(device, **needs, implementation=computing.attention, say=say, transport=transport)
+    needs = attention_needs(config, dtype)
+    return choose_kernel(device, needs, implementation=computing.attention, say=say, transport=transport)
 
 
 def attention_needs(config: Any, dtype: torch.dtype) -> AttentionNeeds:
