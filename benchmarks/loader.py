@@ -46,17 +46,17 @@ from lengthwise.config import DataSource, build_config
 from lengthwise.core.plan import Plan
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import ByteTokenizer, load_dataset
-from lengthwise.data.fed import FedDataset
+from lengthwise.data.feed_dataset import FeedDataset
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import ModelSource, build_model
 from lengthwise.models.model_source import tiny_config
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.planner.service.step_planning import step_planning
-from lengthwise.run.actors import serving
 from lengthwise.run.checks import prepare_job
-from lengthwise.run.feeds import FedRank
 from lengthwise.run.job import Job
+from lengthwise.run.node_feed import FeedRank
+from lengthwise.run.ray_feed import ray_feed
 from lengthwise.session.source import PlanAhead
 from lengthwise.setup import memory_of_settings
 from pages import Findings, markdown, parse_options, verdict
@@ -252,8 +252,8 @@ def remote_table(folder: Path, rows: int, blocks: int, steps: int, tokens: int) 
     ]
     start, found, held = time.perf_counter(), list[tuple[Block, Block]](), list[float]()
     with PlannerProcess() as process, ExitStack() as stack:
-        assert isinstance(jobs[1].dataset, FedDataset)
-        fed = FedRank(
+        assert isinstance(jobs[1].dataset, FeedDataset)
+        rank = FeedRank(
             dataset=jobs[1].dataset,
             world=World(rank=0, world_size=1),
             transport=SoloTransport(),
@@ -261,7 +261,7 @@ def remote_table(folder: Path, rows: int, blocks: int, steps: int, tokens: int) 
             say=lambda _line: None,
             ending=stack,
         )
-        stack.enter_context(serving(fed))
+        stack.enter_context(ray_feed(rank))
         started = time.perf_counter() - start
         ours, theirs = Loops(jobs[1], steps), Loops(jobs[0], steps)
         for block in range(-1, blocks):

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data.feeds import fed
+from data.local_feeds import local_feeds
 from data.stores import DOCUMENTS, FILES, load, prepare, save_words, weights_of, write_sources
 from data.test_data_masked import CHAT, WORDS, messages
 from data.test_data_tables import write
@@ -100,12 +100,12 @@ def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", block_bytes)
         of_feed = {"seed": seed, "ahead_bytes": ahead_bytes, "ends_after": ends_after}
-        with fed(sources, how, ranks=3, **of_feed) as (datasets, _):
+        with local_feeds(sources, how, ranks=3, **of_feed) as (datasets, _):
             for batch, *same in zip(*(taken(each, size, 12) for each in datasets), strict=True):
                 assert batch[0] == wanted[len(ends)]
                 assert all(each == batch for each in same)
                 ends.append(batch[1])
-        with fed(sources, how, **of_feed) as ([dataset], _):
+        with local_feeds(sources, how, **of_feed) as ([dataset], _):
             start = json.loads(json.dumps(ends[done]))
             if mark != "own" and "streaming" in how:  # of a run that was no stream, of smaller blocks, or older
                 beyond = {"place": start[1] + 1, "mark": None}
@@ -122,10 +122,10 @@ def test_files_of_every_kind_are_read(tmp_path, monkeypatch, kind, how):
     size = GlobalBatch(sequences=4)
     monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 100)
     monkeypatch.setattr("lengthwise.data.tables._BATCH", 2)
-    with fed(sources, how) as ([dataset], _):
+    with local_feeds(sources, how) as ([dataset], _):
         found = [*taken(dataset, size, 5)]
         assert [each for each, _ in found] == expected(sources, size, 5, how)
-    with fed(sources, how) as ([dataset], _):
+    with local_feeds(sources, how) as ([dataset], _):
         assert [*taken(dataset, size, 4, found[0][1])] == found[1:]
 
 
@@ -139,7 +139,7 @@ def test_batches_do_not_depend_on_the_number_of_processes_and_the_end_of_one_cos
     monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 100)
     monkeypatch.setattr("lengthwise.data.tokens.row_digest", in_one_worker(tmp_path / "killed"))
     for number in (1, 3):
-        with fed(sources, how, run=worker_processes(number), ahead_bytes=2000) as ([dataset], _):
+        with local_feeds(sources, how, run=worker_processes(number), ahead_bytes=2000) as ([dataset], _):
             assert [found for found, _ in taken(dataset, size, 30)] == wanted
     assert (tmp_path / "killed").exists()
 
@@ -184,13 +184,13 @@ def test_the_library_streams_what_the_file_has_also_after_a_resume(hub, monkeypa
     sources, size = [DataSource.model_validate({**asked, "max_tokens": 9})], GlobalBatch(sequences=3)
     how_read = {"streaming": block}
     wanted = [each[1:] for each in expected([DataSource(path=hub)], size, 20, how_read)]
-    with fed(sources, how_read) as ([dataset], _):
+    with local_feeds(sources, how_read) as ([dataset], _):
         found = [*taken(dataset, size, 20)]
         assert [each[1:] for each, _ in found] == wanted
         shown = "org/name:train" if how == "name" else f"file://{hub}"
         assert found[0][0][0][0][0].startswith(f"{shown}:")
     for done in (6, 15):  # in the first epoch, and the second
-        with fed(sources, how_read, ends_after=3) as ([dataset], _):
+        with local_feeds(sources, how_read, ends_after=3) as ([dataset], _):
             again = taken(dataset, size, 19 - done, json.loads(json.dumps(found[done][1])))
             assert [each[1:] for each, _ in again] == wanted[done + 1 :]
 
@@ -207,7 +207,7 @@ def test_no_more_rows_are_held_than_those_of_some_steps_and_what_is_read_ahead(t
     monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 300)
     sources, size = lines(tmp_path, [{"text": f"{row:09}"} for row in range(3000)]), GlobalBatch(sequences=4)
     most = 40_000 + 600 * 4 * 8
-    with fed(sources, how, ranks=2, part_bytes=10**9, ahead_bytes=40_000) as (datasets, (client,)):
+    with local_feeds(sources, how, ranks=2, part_bytes=10**9, ahead_bytes=40_000) as (datasets, (client,)):
         for _ in zip(*(taken(each, size, 400, (0, place)) for each in datasets), strict=True):
             assert client.feed.held_bytes <= most
             assert max(len(each.ids) for each in datasets) <= 4 * 8
@@ -221,7 +221,7 @@ def test_no_more_rows_are_held_than_those_of_some_steps_and_what_is_read_ahead(t
 def test_a_place_that_the_rows_do_not_reach_any_more_is_the_begin_of_the_next_epoch(tmp_path, block):
     sources, size = lines(tmp_path, [{"text": text} for text in ("ab", "cde", "f")]), GlobalBatch(sequences=2)
     how = {"streaming": block}
-    with fed(sources, how) as ([dataset], _):
+    with local_feeds(sources, how) as ([dataset], _):
         assert [found for found, _ in taken(dataset, size, 2, (0, 50))] == expected(sources, size, 4, how)[2:]
 
 
@@ -233,7 +233,7 @@ def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, m
     good = [{"text": "abc"}] * 4
     before = Batches(load(*lines(tmp_path, good * 2 + good[:1])), SimpleNamespace(seed=0)).order(0).tolist().index(4)
     before, found = 4 if "streaming" in how else before, []
-    with fed(lines(tmp_path, [*good, bad, *good]), how, part_bytes=20) as ([dataset], _):
+    with local_feeds(lines(tmp_path, [*good, bad, *good]), how, part_bytes=20) as ([dataset], _):
         with pytest.raises(DataError, match=said) as caught:
             found.extend(map(found.append, taken(dataset, size, 9)))
         assert caught.value.where == f"{tmp_path}/train.jsonl:5"
@@ -242,7 +242,7 @@ def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, m
 
 def test_a_step_without_a_loss_is_refused(tmp_path):
     rows = lines(tmp_path, [{"text": "a"}] * 3)
-    with fed(rows, {"remote": 2}) as ([dataset], _), pytest.raises(DataError, match="with a label"):
+    with local_feeds(rows, {"remote": 2}) as ([dataset], _), pytest.raises(DataError, match="with a label"):
         next(dataset.batches(GlobalBatch(sequences=2)))
 
 
@@ -257,7 +257,7 @@ def test_chats_are_masked_and_weights_mean_the_same(tmp_path):
     weighed = [{"input_ids": [1, 2, 3], "weights": [0.0, 0.5, 2.0]}, {"text": "a b c"}]
     sources, size = write_sources(tmp_path, [chats, weighed], max_tokens=99), GlobalBatch(sequences=3)
     wanted = expected(sources, size, 4, {"remote": 1}, tokenizer=lambda: load_tokenizer(name), vocab_size=11)
-    with fed(sources, {"remote": 1}, tokenizer_name=name, vocab_size=11) as ([dataset], _):
+    with local_feeds(sources, {"remote": 1}, tokenizer_name=name, vocab_size=11) as ([dataset], _):
         found = [each for each, _ in taken(dataset, size, 4)]
         assert found == wanted
         assert any(-100 in each[6][:-1] for each in found)
@@ -266,7 +266,7 @@ def test_chats_are_masked_and_weights_mean_the_same(tmp_path):
 def test_a_feed_that_ends_is_named_once_whatever_is_answered_late_and_files_that_change_are_refused(tmp_path):
     """Slices that were asked for before it are read after rows that the new start answered."""
     sources, said = lines(tmp_path, [{"text": "abc"}] * 99), []
-    with fed(sources, {"remote": 1}, part_bytes=10**9) as ([dataset], (client,)):
+    with local_feeds(sources, {"remote": 1}, part_bytes=10**9) as ([dataset], (client,)):
         dataset.on_restart = said.append
         steps = dataset.batches(GlobalBatch(sequences=1))
         row = int(next(steps).ids[0])
@@ -293,7 +293,7 @@ def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, 
     else:
         [source] = write_sources(tmp_path, [], ["abc", "abc", "abc", "abc"], max_tokens=9)
         path = min(source.path.iterdir())
-    with fed([source], how, part_bytes=10**9, ahead_bytes=0) as ([dataset], _):
+    with local_feeds([source], how, part_bytes=10**9, ahead_bytes=0) as ([dataset], _):
         steps = dataset.batches(GlobalBatch(sequences=4))
         next(steps)
         changed = path.read_text().replace("abc", "abd")
@@ -307,7 +307,7 @@ def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, 
 def test_rows_stay_for_a_rank_that_is_behind_also_in_a_feed_that_is_started_again(tmp_path, monkeypatch):
     monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 1)
     sources, size = lines(tmp_path, [{"text": f"{row:03}"} for row in range(60)]), GlobalBatch(tokens=3)
-    with fed(sources, {"streaming": 1}, ranks=2) as ((ahead, behind), (client,)):
+    with local_feeds(sources, {"streaming": 1}, ranks=2) as ((ahead, behind), (client,)):
         first, second = ahead.batches(size), behind.batches(size)
         for _ in range(12):
             next(second)
@@ -331,7 +331,7 @@ def test_a_rank_may_go_back_also_after_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 1)
     rows = [{"text": f"{row:02}" + "x" * 2998} for row in range(30)]
     sources, size = lines(tmp_path, rows, max_tokens=3000), GlobalBatch(sequences=1)
-    with fed(sources, {"streaming": 1}, ahead_bytes=0) as ([dataset], _):
+    with local_feeds(sources, {"streaming": 1}, ahead_bytes=0) as ([dataset], _):
         found = list[int]()
         with pytest.raises(DataError, match="of the tokenizer"):
             found.extend(int(batch.ids[0]) for batch in dataset.batches(size))
@@ -352,7 +352,7 @@ def test_a_tokenizer_that_panics_is_named_with_the_row(tmp_path, monkeypatch, nu
 
     monkeypatch.setattr("lengthwise.data.tokenizer.ByteTokenizer.encode", encode)
     sources = lines(tmp_path, [{"text": text} for text in ("good", "bad", "good")])
-    with fed(sources, {"streaming": 1}, run=worker_processes(number)) as ([dataset], _):
+    with local_feeds(sources, {"streaming": 1}, run=worker_processes(number)) as ([dataset], _):
         dataset._clients[0].feed._turn.wait_for = bounded(dataset._clients[0].feed._turn.wait_for)
         with pytest.raises(DataError, match="the stream, row 1: expected tokens; got Panic: index out of bounds"):
             next(dataset.batches(GlobalBatch(sequences=1)))
@@ -367,7 +367,7 @@ def test_a_full_folder_of_temporary_files_is_named(tmp_path, monkeypatch, kind):
     sources = [DataSource(path=write([{"input_ids": [1, 2]}] * 5, tmp_path / "rows", kind), max_tokens=9)]
     for name in ("TemporaryFile", "NamedTemporaryFile"):
         monkeypatch.setattr(f"tempfile.{name}", lambda: FileIO("/dev/full", "r+b"))
-    with pytest.raises(DataError, match=r"No space left on device\. .* TMPDIR"), fed(sources, {"remote": 1}):
+    with pytest.raises(DataError, match=r"No space left on device\. .* TMPDIR"), local_feeds(sources, {"remote": 1}):
         pass
 
 
@@ -383,7 +383,7 @@ def test_a_file_that_breaks_off_and_a_stream_of_nothing_are_refused(tmp_path, hu
         ({"path": lines(tmp_path, [{"text": "a" * 10}] * 3)[0].path, "too_long": "skip"}, "left out: 3 too long"),
     ):
         sources = [DataSource(**source, max_tokens=9, streaming=True)]
-        with pytest.raises(DataError, match=said), fed(sources, {"streaming": 1}) as ([dataset], _):
+        with pytest.raises(DataError, match=said), local_feeds(sources, {"streaming": 1}) as ([dataset], _):
             [*taken(dataset, GlobalBatch(sequences=100), 99)]
 
 
@@ -397,11 +397,11 @@ def test_what_is_no_stream_is_refused_by_name(tmp_path, hub):
         ({"path": f"file://{tmp_path}/none.jsonl"}, "none.jsonl: expected a dataset that `datasets` can load"),
     ):
         sources = [DataSource(**asked, max_tokens=9, streaming=True)]
-        with pytest.raises(DataError, match=said), fed(sources, {"streaming": 1}):
+        with pytest.raises(DataError, match=said), local_feeds(sources, {"streaming": 1}):
             pass
     for content, said in (("", "empty file"), ("[1]", "begins with")):
         source.path.write_text(content)
-        with pytest.raises(DataError, match=said), fed([source], {"remote": 1}):
+        with pytest.raises(DataError, match=said), local_feeds([source], {"remote": 1}):
             pass
 
 
@@ -428,7 +428,7 @@ def test_files_that_change_have_another_digest_and_so_have_their_steps(tmp_path)
     for rows in (["abc", "d"], ["abd", "d"], ["abc", "d", "e"]):
         for vocab_size in (256, 255):
             sources = lines(tmp_path, [{"text": each} for each in rows])
-            with fed(sources, {"streaming": 1}, vocab_size=vocab_size) as ([dataset], _):
+            with local_feeds(sources, {"streaming": 1}, vocab_size=vocab_size) as ([dataset], _):
                 digests.add(dataset.digest())
                 steps.add(next(dataset.batches(GlobalBatch(sequences=2))).digest)
     assert len(digests) == 6

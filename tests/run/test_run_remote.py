@@ -13,9 +13,9 @@ from types import SimpleNamespace
 import pytest
 
 import lengthwise
-from data.feeds import LocalClient
+from data.local_feeds import LocalClient
 from lengthwise.core.errors import ConfigError, DataError
-from lengthwise.run import actors, main
+from lengthwise.run import main, ray_feed
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
 from run.small_runs import assert_equal_runs, broken_off, call, read_lines
@@ -137,7 +137,7 @@ def test_a_signal_while_ray_starts_ends_the_step_not_the_process(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
     with StopRequest().listening() as stop:
-        actors._connect("local", "name")
+        ray_feed._connect("local", "name")
         assert stop.signal == signal.SIGTERM
         os.kill(os.getpid(), signal.SIGTERM)
     assert stop.times == 2

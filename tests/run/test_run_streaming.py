@@ -1,4 +1,4 @@
-"""Runs on streams: those of the same rows read at the start, also after a kill and where the feeding process ends."""
+"""Runs on streams: those of the same rows read at the start, also after a kill and where a feed ends."""
 
 import contextlib
 import errno
@@ -22,11 +22,11 @@ import lengthwise
 from lengthwise.comm import SoloTransport, World
 from lengthwise.config import DataSource, GlobalBatch
 from lengthwise.core.errors import RankError, TransferError
-from lengthwise.data.fed import streamed
 from lengthwise.data.feed import FeedSpec
+from lengthwise.data.feed_dataset import streamed
 from lengthwise.data.in_order import StreamOrder
 from lengthwise.run.callbacks import Callback
-from lengthwise.run.feeds import FedRank, _Client, _Process, feeding, socket_path, tokenizing_processes
+from lengthwise.run.node_feed import FeedRank, _Client, _Process, node_feed, socket_path, tokenizing_processes
 from run.small_runs import (
     Command,
     broken_off,
@@ -52,7 +52,7 @@ def run_of(folder, *, streaming=None, remote=None, **keys):
     return write_run(folder, make_rows(LENGTHS), data=data, **keys)
 
 
-def feeders(kind=b"feed_process"):
+def feeders(kind=b"node_feed_process"):
     """The processes of this test that feed ranks, or that tokenize for them: `spawn_main`."""
     mark, found = os.environ["FEEDERS"].encode(), []
     for each in Path("/proc").glob("[0-9]*"):
@@ -112,7 +112,7 @@ def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_
 class SignalsFeeds(Callback):
     """Sends a signal to processes of this test after a step, and notes what is said."""
 
-    def __init__(self, step, number, kind=b"feed_process"):
+    def __init__(self, step, number, kind=b"node_feed_process"):
         self._step, self._number, self._kind = step, number, kind
 
     def on_step(self, step):
@@ -136,7 +136,7 @@ def test_a_run_whose_feed_is_killed_goes_on_and_also_one_that_is_killed(
     if block != 9:
         wanted = whole(run_of(tmp_path / "whole", streaming=block, global_batch=size, steps=12), before)
     assert any(row["ring_token_ratio"] > 0 for row in read_lines(wanted / "metrics.jsonl"))
-    monkeypatch.setattr("lengthwise.run.feeds.tokenizing_processes", lambda *_: 2)
+    monkeypatch.setattr("lengthwise.run.node_feed.tokenizing_processes", lambda *_: 2)
     path = run_of(tmp_path / "killed", streaming=block, global_batch=size, steps=12)
     kills = [SignalsFeeds(2, signal.SIGKILL, b"spawn_main"), SignalsFeeds(4, signal.SIGKILL)]
     found = broken_off(path, before, 9, kills)
@@ -181,7 +181,7 @@ def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(
         dataset = streamed([rows], seed=0, **of_tokenizer)
         how = {"timeout_seconds": 60, "say": lambda _line: None, "ending": ending}
         world, transport = World(rank=0, world_size=1), SoloTransport()
-        return dataset, feeding(FedRank(dataset=dataset, world=world, transport=transport, **how))
+        return dataset, node_feed(FeedRank(dataset=dataset, world=world, transport=transport, **how))
 
     why = {"expected": "rank 1", "got": "a closed connection", "remedy": "See why."}
     with ExitStack() as ending:
@@ -208,7 +208,7 @@ def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(
 
 @pytest.mark.parametrize("begun", [b"\0\0\1\0", b""], ids=["begins an answer", "always ends"])
 def test_a_feed_that_never_answers_is_an_error(tmp_path, monkeypatch, begun):
-    monkeypatch.setattr("lengthwise.run.feeds._START_SECONDS", 0.3)
+    monkeypatch.setattr("lengthwise.run.node_feed._START_SECONDS", 0.3)
 
     def answer():
         with contextlib.suppress(OSError):  # nobody asks any more
@@ -243,7 +243,7 @@ def test_a_feed_that_cannot_start_again_is_named_with_why(tmp_path, named, monke
     with _Process(tmp_path / "feed/socket", spec, 1) as process:
         client = _Client(tmp_path / "feed/socket", SoloTransport(), 60, process)
         client("describe")()
-        monkeypatch.setattr("lengthwise.run.feeds.start_module", refuse)
+        monkeypatch.setattr("lengthwise.run.node_feed.start_module", refuse)
         os.kill(feeders()[0], signal.SIGKILL)
         with pytest.raises(RankError, match=r"signal 9, after which it does not start: .*allocate memory"):
             client("describe")()

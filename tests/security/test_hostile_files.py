@@ -273,7 +273,7 @@ def test_the_package_has_no_other_way_to_run_what_it_reads():
     inert = [node for file, name, node in found if (file, name) == ("trainer_state.py", "torch.load")]
     assert {(file, name) for file, name, node in found if node not in inert} == {
         ("process.py", "pickle.load"),
-        ("feed_process.py", "pickle.load"),
+        ("node_feed_process.py", "pickle.load"),
     }
     for node in inert:
         (given,) = [each.value for each in node.keywords if each.arg == "weights_only"]

@@ -74,7 +74,7 @@ class FeedSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FedRow:
+class FeedRow:
     """A row without its tokens. length: 0 if it is left out, for the reason `kind`. error: stops the run.
 
     source: its number. digest: of ids, labels and weights. mark: where the next row begins, if one was taken there.
@@ -92,21 +92,21 @@ class FedRow:
     mark: Any = None
 
     @staticmethod
-    def of(row: TokenRow) -> FedRow:
+    def of(row: TokenRow) -> FeedRow:
         """Return a row without its tokens."""
         of_row: dict[str, Any] = {"name": row.name, "source": row.source, "kind": row.kind, "mark": row.mark}
         if row.tokens is None:
-            return FedRow(**of_row, error=row.error if row.kind == REFUSED else None)
+            return FeedRow(**of_row, error=row.error if row.kind == REFUSED else None)
         losses, weight = row.losses
         numbers = {"length": len(row.tokens), "loss_tokens": losses, "loss_weight": weight}
-        return FedRow(**of_row, **numbers, is_weighed=row.weights is not None, digest=row.digest)
+        return FeedRow(**of_row, **numbers, is_weighed=row.weights is not None, digest=row.digest)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FedRows:
+class FeedRows:
     """Rows from a place in an epoch on. ends: the epoch has no more."""
 
-    rows: list[FedRow]
+    rows: list[FeedRow]
     ends: bool
 
 
@@ -147,7 +147,7 @@ class Feed:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.born, self._spec, self._run = secrets.token_hex(8), spec, run
         self._turn = threading.Condition()
-        self._rows = OrderedDict[int, tuple[FedRow, RowArrays | None]]()
+        self._rows = OrderedDict[int, tuple[FeedRow, RowArrays | None]]()
         self._ahead, self._ahead_bytes = deque[tuple[int, int]](), 0  # rows beyond `_wanted`, with their bytes
         self._first: int | None = None  # the number of the row that was read first
         self._next = self._wanted = 0
@@ -161,7 +161,7 @@ class Feed:
         with self._turn:  # one rank makes it for all: from Python 3.12 on a cached property has no lock
             return self.born, self._spec.order.identity
 
-    def rows(self, client: int, start: ReadFrom, needed: int, first: int, most: int) -> tuple[str, FedRows]:
+    def rows(self, client: int, start: ReadFrom, needed: int, first: int, most: int) -> tuple[str, FeedRows]:
         """Return `born`, and at most `most` rows from number `first` on; fewer if their epoch ends.
 
         needed: the first row that this client may still ask for. start: where to begin to read for it. Raises the error
@@ -181,7 +181,7 @@ class Feed:
             ends = epoch in self._ends and self._ends[epoch] <= place + len(numbers)  # there may be fewer than before
             if self._error is not None and not numbers and not ends:
                 raise self._error
-            return self.born, FedRows(rows=[self._rows[number][0] for number in numbers], ends=ends)
+            return self.born, FeedRows(rows=[self._rows[number][0] for number in numbers], ends=ends)
 
     def slices(self, start: ReadFrom, spans: Sequence[RowSpan]) -> tuple[str, TokenSlices]:
         """Return `born`, and tokens of rows that were returned by `rows` and are still needed."""
@@ -293,7 +293,7 @@ class Feed:
                 return False
             self._next = number + 1
             if number >= self._least:
-                self._rows[number] = FedRow.of(row), held
+                self._rows[number] = FeedRow.of(row), held
             if number >= self._wanted:
                 self._ahead.append((number, size))
                 self._ahead_bytes += size

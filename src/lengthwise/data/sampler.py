@@ -32,7 +32,7 @@ _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB1331
 
 
 Position: TypeAlias = tuple[int, int] | tuple[int, int, str]
-"""An epoch, a place in its order of all rows, and for streams a mark to read from (`data/turns.py`)."""
+"""An epoch, a place in its order of all rows, and for streams a mark to read from (`data/feed_order.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -28,7 +28,7 @@ from lengthwise.config import (
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.packages import check_remote
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
-from lengthwise.data.fed import FedDataset, FedSteps, Steps, divided, longest_rows, streamed
+from lengthwise.data.feed_dataset import FeedDataset, FeedSteps, Steps, divided, longest_rows, streamed
 from lengthwise.data.load import first_rows
 from lengthwise.engine.schedule import check_steps
 from lengthwise.models import (
@@ -171,14 +171,14 @@ def _read_data(
     else:
         known = attempt(partial(read, config.data, "data"))
     if served is not None:
-        steps = FedSteps(dataset=served, known=known, config=config)
+        steps = FeedSteps(dataset=served, known=known, config=config)
     elif known is not None and not meanwhile:
         steps = attempt(lambda: Batches(known, config))
     held_out = config.eval.data if config.eval else ()
     return steps, known, attempt(partial(read, held_out, "eval.data")) if held_out else None
 
 
-def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> FedDataset:
+def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> FeedDataset:
     """Make the dataset of rows that are read while the run trains; nothing of them is read yet."""
     try:
         digest = tokenizer().digest() + tokenizer().template_digest()

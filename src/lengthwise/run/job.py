@@ -10,7 +10,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.cost import hardware_of_gpu
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import Batches, Dataset, Tokenizer
-from lengthwise.data.fed import Steps
+from lengthwise.data.feed_dataset import Steps
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.schedule import warmup_steps
 from lengthwise.models import ModelSource, placeholders

@@ -15,15 +15,15 @@ from lengthwise.comm import Transport, World, from_first
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import Collector
 from lengthwise.planner.service.process import PlannerProcess
-from lengthwise.run.actors import serving
 from lengthwise.run.callbacks import Callback, TrainResult, call_back
 from lengthwise.run.evaluation import read_best
-from lengthwise.run.feeds import FedRank, feeding
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.loop import train_steps
+from lengthwise.run.node_feed import FeedRank, node_feed
 from lengthwise.run.prepared_run import RunStart, agree_on_data, join_with
+from lengthwise.run.ray_feed import ray_feed
 from lengthwise.run.resume import (
     Resume,
     find_resume,
@@ -184,20 +184,20 @@ def _serving_rows(
 ) -> Iterator[None]:
     """Start the readers of streamed or remote data for the block, if the run has such data. Collective.
 
-    ending: as in `FedRank`.
+    ending: as in `FeedRank`.
     """
     key: Any = job.config.data[0].comes_meanwhile
     if key is None:
         yield
         return
     dataset: Any = job.dataset
-    fed = FedRank(
+    rank = FeedRank(
         dataset=dataset, world=world, transport=transport, timeout_seconds=job.timeout_seconds, say=say, ending=ending
     )
-    with _SERVING[key](fed):
+    with _FEEDS[key](rank):
         yield
     if dataset.skipped:
         say(f"rows left out so far: {dataset.left_out}")
 
 
-_SERVING = {"streaming": feeding, "remote": serving}
+_FEEDS = {"streaming": node_feed, "remote": ray_feed}

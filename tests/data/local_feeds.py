@@ -4,8 +4,8 @@ import pickle
 from contextlib import contextmanager
 from dataclasses import replace
 
-from lengthwise.data.fed import divided, streamed
 from lengthwise.data.feed import Feed
+from lengthwise.data.feed_dataset import divided, streamed
 
 
 class LocalClient:
@@ -29,7 +29,7 @@ class LocalClient:
 
 
 @contextmanager
-def fed(
+def local_feeds(
     sources,
     how,
     *,

@@ -1,8 +1,8 @@
-"""The dataset of rows that feeds tokenize during training: lengths become known as batches need them.
+"""The dataset of rows that feeds tokenize during training: a rank learns lengths as batches need them.
 
-Names and order of rows, and so the batches, are the same as if the sources were read at the start. The longest row is
-not known in advance, so sources give `max_tokens`. A rank asks feeds (`feed`) for the next rows, and for its slices
-once a step is planned.
+Names, order and batches are the same as if the sources were read at the start. The longest row is not known in
+advance, so sources give `max_tokens`. A rank asks feeds (`data/feed.py`) for the next rows, and for its slices once a
+step is planned.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ import numpy as np
 
 from lengthwise.core.errors import Collector, DataError
 from lengthwise.data.dataset import DatasetBuilder, StoredDataset, plain_weights
-from lengthwise.data.feed import FedRow, FedRows, FeedClient, FeedSpec, RowSpan, TokenSlices
+from lengthwise.data.feed import FeedClient, FeedRow, FeedRows, FeedSpec, RowSpan, TokenSlices
+from lengthwise.data.feed_order import BlockShuffle, GlobalShuffle, PlacedRow, RowOrder
 from lengthwise.data.in_order import StreamOrder
 from lengthwise.data.numbered import HashOrder
 from lengthwise.data.prepared import ENCODING
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sampler import Batch, Batches, Position, no_loss
 from lengthwise.data.sources import PART_BYTES, Listing, parts_of, raw_listings
-from lengthwise.data.turns import BlockTurns, HashTurns, PlacedRow, Turns
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource, RunConfig
     from lengthwise.config.sections import GlobalBatch
 
-STEPS_KEPT = 4  # whose slices are kept: the running step, the planned ones, and one that is being planned
-_ROWS_AT_ONCE = 64  # to ask for, if steps are by tokens
+STEPS_KEPT = 4  # steps whose slices are kept: the running, the planned, and one that is being planned
+_ROWS_AT_ONCE = 64  # rows of a request, if steps are by tokens
 
 
-def streamed(sources: Sequence[DataSource], *, seed: int, tokenizer_digest: str, **of_tokenizer: Any) -> FedDataset:
-    """Return the dataset of streams, from one feed. of_tokenizer: `tokenizer_name` and `vocab_size` of its spec."""
+def streamed(sources: Sequence[DataSource], *, seed: int, tokenizer_digest: str, **of_tokenizer: Any) -> FeedDataset:
+    """Return the dataset of streams, from one feed. of_tokenizer: `tokenizer_name` and `vocab_size` of `FeedSpec`."""
     spec = FeedSpec(name="the stream", order=StreamOrder(sources), sources=tuple(sources), **of_tokenizer)
-    return FedDataset([spec], BlockTurns(int(sources[0].streaming), seed=seed), tokenizer_digest=tokenizer_digest)
+    return FeedDataset([spec], BlockShuffle(int(sources[0].streaming), seed=seed), tokenizer_digest=tokenizer_digest)
 
 
 def divided(
@@ -50,7 +50,7 @@ def divided(
     tokenizer_digest: str,
     part_bytes: int = PART_BYTES,
     **of_tokenizer: Any,
-) -> FedDataset:
+) -> FeedDataset:
     """Return the dataset of `remote` sources, with up to `remote` feeds a source, as its files allow.
 
     of_tokenizer: as for `streamed`. Raises DataError, or Problems, for missing files and prepared data.
@@ -71,24 +71,24 @@ def divided(
             name = f"data.{index}, actor {number} of {wanted}"
             specs.append(FeedSpec(name=name, order=order, sources=tuple(sources), **of_tokenizer))
     refusals.raise_all("data")
-    return FedDataset(specs, HashTurns(parts_of_feeds, seed=seed), tokenizer_digest=tokenizer_digest)
+    return FeedDataset(specs, GlobalShuffle(parts_of_feeds, seed=seed), tokenizer_digest=tokenizer_digest)
 
 
-class FedDataset:
-    """A `Dataset` of the rows of the last steps and of rows read beyond them, by their ids. Empty before `attach`.
+class FeedDataset:
+    """A `Dataset` of the rows of the newest steps and of rows read beyond them. Empty before `attach`.
 
-    tokenizer_digest: "" if no tokenizer loads. skipped: rows left out so far, by kind. on_restart: gets a line when a
-    feed was started again.
+    tokenizer_digest: digest of the tokenizer, "" if none loads. skipped: number of rows left out so far, by reason.
+    on_restart: function that is called with a line for the user when a feed was started again.
     """
 
     weights = ((0, 1.0),)  # an epoch takes every row once
 
-    def __init__(self, specs: Sequence[FeedSpec], turns: Turns, *, tokenizer_digest: str) -> None:
-        self.specs, self._turns, self._tokenizer_digest = tuple(specs), turns, tokenizer_digest
-        self._known: Sequence[Any] = (None,)
+    def __init__(self, specs: Sequence[FeedSpec], order: RowOrder, *, tokenizer_digest: str) -> None:
+        self.specs, self._order, self._tokenizer_digest = tuple(specs), order, tokenizer_digest
+        self._digested: Sequence[Any] = (None,)  # of the feeds, for `digest`
         self._rows = dict[int, PlacedRow]()
-        self._taken = deque[list[PlacedRow]]()  # of the newest steps
-        self._begins = deque[Any]()  # where each feed reads the newest steps from, and the next
+        self._steps = deque[list[PlacedRow]]()  # rows of the newest steps
+        self._read_from = deque[Any]()  # per step of `_steps`, and for the next one: `RowOrder.read_from`
         self._slices = deque[_Slices](maxlen=STEPS_KEPT)
         self.skipped: Counter[str] = Counter()
         self.on_restart: Callable[[str], None] = lambda _line: None
@@ -97,7 +97,7 @@ class FedDataset:
         self.loss_weights: Any = _Column(self._rows, "loss_weight")
 
     def attach(self, clients: Sequence[FeedClient], number: int = 0) -> None:
-        """Ask these clients from now on, one for each spec. number: of this rank among the ranks that ask a feed.
+        """Use these clients, one per spec. number: number of this rank among the clients of a feed.
 
         Raises DataError, or Problems, if rows cannot be read.
         """
@@ -106,7 +106,7 @@ class FedDataset:
         problems.raise_all()
         self._starts = [{born} for born, _ in filter(None, answers)]
         self._identities = [identity for _, identity in filter(None, answers)]
-        self._known = self._turns.attach(self._identities)
+        self._digested = self._order.attach(self._identities)
 
     @property
     def left_out(self) -> str:
@@ -114,25 +114,21 @@ class FedDataset:
         return ", ".join(f"{number} {kind}" for kind, number in self.skipped.items())
 
     def batches(self, asked: GlobalBatch, start: Position = (0, 0)) -> Iterator[Batch]:
-        """Yield the batches that `Batches` would, without end, from a position on.
-
-        Raises:
-            DataError: a row stops the run, or no token of a batch has a loss.
-        """
+        """Yield the batches that `Batches` would, without end, from a position on."""
         (epoch, place), step = start[:2], 0
-        for old in (self._rows, self._taken, self._begins):
+        for old in (self._rows, self._steps, self._read_from):
             old.clear()
-        self._turns.begin(start)
-        self._begins.append(self._turns.begins(epoch, place))
+        self._order.begin(start)
+        self._read_from.append(self._order.read_from(epoch, place))
         while True:
             is_empty = place == 0
-            for turns, (end_epoch, end) in self._cut(epoch, place, asked):
-                step, is_empty, ids = step + 1, False, [turn.id for turn in turns]
+            for rows, (end_epoch, end) in self._cut(epoch, place, asked):
+                step, is_empty, ids = step + 1, False, [placed.id for placed in rows]
                 self._check_losses(ids)
-                self._take(turns)
-                self._begins.append(self._turns.begins(end_epoch, end))
-                digest = hashlib.sha256(b"".join(turn.row.digest for turn in turns)).hexdigest()
-                position = self._turns.position(end_epoch, end)
+                self._add_step(rows)
+                self._read_from.append(self._order.read_from(end_epoch, end))
+                digest = hashlib.sha256(b"".join(placed.row.digest for placed in rows)).hexdigest()
+                position = self._order.position(end_epoch, end)
                 yield Batch(step=step, epoch=epoch, ids=np.array(ids), end=position, digest=digest)
             if is_empty:
                 got, remedy = f"none (left out: {self.left_out})", "Add rows, or raise max_tokens."
@@ -140,62 +136,63 @@ class FedDataset:
             epoch, place = epoch + 1, 0
 
     def _cut(self, epoch: int, place: int, asked: GlobalBatch) -> Iterator[tuple[list[PlacedRow], tuple[int, int]]]:
-        """Yield the rows of every step of an epoch from a place on, and where the next step begins."""
-        taken, used = list[PlacedRow](), 0
-        for at, turn in self._turns.rows(epoch, place, asked.sequences or _ROWS_AT_ONCE, self._ask):
-            row = turn.row
+        """Yield (rows of a step, (epoch, place) of the next step) from a place to the end of the epoch."""
+        step, tokens = list[PlacedRow](), 0
+        for at, placed in self._order.rows(epoch, place, asked.sequences or _ROWS_AT_ONCE, self._request):
+            row = placed.row
             if not row.length and row.error is None:
                 self.skipped[row.kind] += 1
                 continue
-            used += row.length
-            if taken and asked.tokens is not None and (row.error is not None or used > asked.tokens):
-                yield taken, (epoch, at)
-                taken, used = [], row.length
+            tokens += row.length
+            if step and asked.tokens is not None and (row.error is not None or tokens > asked.tokens):
+                yield step, (epoch, at)
+                step, tokens = [], row.length
             if row.error is not None:
                 raise row.error
-            if (before := self._rows.get(turn.id)) is not None:  # of an epoch whose steps still run
-                turn.is_weighed = before.is_weighed
-            self._rows[turn.id] = turn
-            taken.append(turn)
-            if len(taken) == asked.sequences:
-                yield taken, (epoch, at + 1)
-                taken = []
-        if taken:
-            yield taken, (epoch + 1, 0)
+            if (before := self._rows.get(placed.id)) is not None:  # of an epoch whose steps still run
+                placed.is_weighed = before.is_weighed
+            self._rows[placed.id] = placed
+            step.append(placed)
+            if len(step) == asked.sequences:
+                yield step, (epoch, at + 1)
+                step = []
+        if step:
+            yield step, (epoch + 1, 0)
 
-    def _take(self, turns: list[PlacedRow]) -> None:
-        """Note the rows of a new step, and drop the rows of the oldest one."""
-        if any(turn.row.is_weighed for turn in turns):
-            for turn in turns:
-                turn.is_weighed = True
-        self._taken.append(turns)
-        if len(self._taken) > STEPS_KEPT + 1:
-            self._begins.popleft()
-            for turn in self._taken.popleft():
-                if self._rows[turn.id] is turn:
-                    del self._rows[turn.id]
+    def _add_step(self, rows: list[PlacedRow]) -> None:
+        """Keep the rows of a new step, and drop the rows of the oldest one."""
+        if any(placed.row.is_weighed for placed in rows):
+            for placed in rows:
+                placed.is_weighed = True
+        self._steps.append(rows)
+        if len(self._steps) > STEPS_KEPT + 1:
+            self._read_from.popleft()
+            for placed in self._steps.popleft():
+                if self._rows[placed.id] is placed:
+                    del self._rows[placed.id]
 
-    def _ask(self, asked: Sequence[tuple[int, int, int]]) -> list[tuple[list[FedRow], bool]]:
-        found = list[tuple[list[FedRow], bool]]()
-        for (feed, first, most), waiting in zip(asked, [self._asked(*each) for each in asked], strict=True):
-            rows, answer = list[FedRow](), self._checked(feed, waiting())
+    def _request(self, requests: Sequence[tuple[int, int, int]]) -> list[tuple[list[FeedRow], bool]]:
+        """Return the rows of every (feed, first number, how many), and whether their epoch ends."""
+        answers = list[tuple[list[FeedRow], bool]]()
+        for (feed, first, most), wait in zip(requests, [self._sent(*each) for each in requests], strict=True):
+            rows, answer = list[FeedRow](), self._checked(feed, wait())
             rows += answer.rows
             while len(rows) < most and not answer.ends:
-                answer = self._checked(feed, self._asked(feed, first + len(rows), most - len(rows))())
+                answer = self._checked(feed, self._sent(feed, first + len(rows), most - len(rows))())
                 assert answer.rows or answer.ends, f"no row {first + len(rows)} of {self.specs[feed].name}"
                 rows += answer.rows
-            found.append((rows, answer.ends))
-        return found
+            answers.append((rows, answer.ends))
+        return answers
 
-    def _asked(self, feed: int, first: int, most: int) -> Callable[[], tuple[str, FedRows]]:
-        return self._clients[feed]("rows", self._number, *self._begins[0][feed], first, most)
+    def _sent(self, feed: int, first: int, most: int) -> Callable[[], tuple[str, FeedRows]]:
+        return self._clients[feed]("rows", self._number, *self._read_from[0][feed], first, most)
 
     def _checked(self, feed: int, answer: tuple[str, Any]) -> Any:
-        """Return the answer of a feed; report a new start of the feed, and refuse changed files.
+        """Return the content of an answer; report that the feed was started again, and refuse changed files.
 
         Answers of the old start may be read after answers of the new one.
         """
-        born, found = answer
+        born, content = answer
         if born not in self._starts[feed]:
             name = self.specs[feed].name
             self.on_restart(f"{name} ended and was started again; it reads on from where it was")
@@ -203,7 +200,7 @@ class FedDataset:
                 remedy = "Let whatever writes it finish, then start again."
                 raise DataError(name, expected="files that do not change", got="a change", remedy=remedy)
             self._starts[feed].add(born)
-        return found
+        return content
 
     def _check_losses(self, ids: list[int]) -> None:
         if not self.loss_tokens[ids].any():
@@ -216,19 +213,19 @@ class FedDataset:
         self._slices.append(self._ask_slices([each for each in cut if each[1] < each[2]]))
 
     def _ask_slices(self, spans: Sequence[RowSpan]) -> _Slices:
-        found, by_feed = _Slices(), dict[int, list[RowSpan]]()
+        slices, by_feed = _Slices(), dict[int, list[RowSpan]]()
         for span in spans:
             by_feed.setdefault(self._rows[span[0]].feed, []).append(span)
         for feed, own in by_feed.items():
             numbered = [(self._rows[row].number, start, stop) for row, start, stop in own]
-            wait = self._clients[feed]("slices", self._begins[0][feed][0], numbered)
-            found.add(own, lambda feed=feed, wait=wait: self._checked(feed, wait()))
-        return found
+            wait = self._clients[feed]("slices", self._read_from[0][feed][0], numbered)
+            slices.add(own, lambda feed=feed, wait=wait: self._checked(feed, wait()))
+        return slices
 
     def _slice(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        for step in reversed(self._slices):
-            if (found := step.find(row, start, stop)) is not None:
-                return found
+        for slices in reversed(self._slices):
+            if (arrays := slices.find(row, start, stop)) is not None:
+                return arrays
         self.read_ahead([(row, 0, int(self.lengths[row]))])
         return self._slice(row, start, stop)
 
@@ -251,15 +248,15 @@ class FedDataset:
 
     @property
     def ids(self) -> np.ndarray:
-        """The known rows, int64."""
+        """Ids of the rows of the newest steps, int64."""
         return np.array([*self._rows], dtype=np.int64)
 
     def digest(self) -> bytes:
         """Return a digest of files, settings and tokenizer, 32 bytes; before `attach`, without the files."""
-        known = {"max_tokens", "too_long", "empty", "bad_rows"}
+        keys = {"max_tokens", "too_long", "empty", "bad_rows"}
         sources = enumerate(self.specs[0].sources)
-        settings = {f"data.{number}": source.model_dump(mode="json", include=known) for number, source in sources}
-        values = [ENCODING, self._tokenizer_digest, settings, self.specs[0].vocab_size, *self._known]
+        settings = {f"data.{number}": source.model_dump(mode="json", include=keys) for number, source in sources}
+        values = [ENCODING, self._tokenizer_digest, settings, self.specs[0].vocab_size, *self._digested]
         return hashlib.sha256(json.dumps(values).encode()).digest()
 
     def name(self, row: int) -> str:
@@ -270,52 +267,52 @@ class FedDataset:
         """Return the config path of a row's source: `data.0`."""
         return f"data.{self._row(row).source}"
 
-    def _row(self, row: int) -> FedRow:
+    def _row(self, row: int) -> FeedRow:
         if row not in self._rows:
             raise IndexError(f"row {row}: it did not come yet, or its step is over")
         return self._rows[row].row
 
 
 class _Column:
-    """One number of every row, indexed as an array."""
+    """A field of all rows, indexed by row ids as an array."""
 
     def __init__(self, rows: Mapping[int, PlacedRow], name: str) -> None:
         self._rows, self._name = rows, name
 
-    def __getitem__(self, asked: Any) -> Any:
-        if isinstance(asked, list | np.ndarray):
-            return np.array([self[row] for row in asked])
-        return getattr(self._rows[int(asked)].row, self._name)
+    def __getitem__(self, ids: Any) -> Any:
+        if isinstance(ids, list | np.ndarray):
+            return np.array([self[row] for row in ids])
+        return getattr(self._rows[int(ids)].row, self._name)
 
     def __len__(self) -> int:
         return len(self._rows)
 
 
 class _Slices:
-    """The slices of one request to every feed; the first read of a feed's slices waits for them."""
+    """The slices of a step; the first read of a feed's slices waits for its answer."""
 
     def __init__(self) -> None:
         self._of_row = dict[int, list[tuple[int, int, int, Callable[[], TokenSlices]]]]()
 
     def add(self, spans: Sequence[RowSpan], wait: Callable[[], TokenSlices]) -> None:
-        """Add the spans of one feed. wait: returns their slices in the same order."""
+        """Add the spans of a feed. wait: function that returns their slices, in the same order."""
         answer, place = functools.cache(wait), 0
         for row, start, stop in spans:
             self._of_row.setdefault(row, []).append((start, stop, place, answer))
             place += stop - start
 
     def find(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None] | None:
-        """Return ids, labels and weights of tokens [start, stop) of a row; None if they were not asked for."""
+        """Return ids, labels and weights of tokens [start, stop) of a row; None if no span has them."""
         for first, last, place, answer in self._of_row.get(row, ()):
             if first <= start and stop <= last:
-                found, cut = answer(), slice(place + start - first, place + stop - first)
-                labels = found.ids if found.labels is None else found.labels
-                return found.ids[cut], labels[cut], None if found.weights is None else found.weights[cut]
+                slices, cut = answer(), slice(place + start - first, place + stop - first)
+                labels = slices.ids if slices.labels is None else slices.labels
+                return slices.ids[cut], labels[cut], None if slices.weights is None else slices.weights[cut]
         return None
 
 
 def longest_rows(sources: Sequence[DataSource]) -> StoredDataset:
-    """Return a dataset of one row of `max_tokens` for every source, for forecasts and limits."""
+    """Return a dataset of one row per source, as long as its `max_tokens`, for forecasts and limits."""
     builder = DatasetBuilder()
     for index, source in enumerate(sources):
         assert source.max_tokens is not None, "the run file's rules ask for it"
@@ -325,39 +322,39 @@ def longest_rows(sources: Sequence[DataSource]) -> StoredDataset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FedSteps:
-    """The steps of rows from feeds. known: the longest row that every source may have."""
+class FeedSteps:
+    """The steps of a run on feeds. known: a dataset of the longest row that each source may have."""
 
-    dataset: FedDataset
+    dataset: FeedDataset
     known: StoredDataset
     config: RunConfig
     is_known: bool = False
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the run."""
         assert self.config.steps is not None, "the run file's rules ask for it"
         return self.config.steps
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that a global batch can have."""
+        """Largest possible number of tokens of a global batch."""
         longest, asked = int(self.known.lengths.max()), self.config.global_batch
         return longest * (asked.sequences or 1) if asked.tokens is None else max(longest, asked.tokens)
 
     def after(self, step: int, position: Position | None) -> Iterator[Batch]:
         """Yield the steps after the first `step`; if `position` is None, read these again."""
         passed = 0 if position else step
-        found = self.dataset.batches(self.config.global_batch, position or (0, 0))
-        return islice(found, passed, passed + self.num_steps - step)
+        batches = self.dataset.batches(self.config.global_batch, position or (0, 0))
+        return islice(batches, passed, passed + self.num_steps - step)
 
     def drawn_lengths(self, most: int) -> np.ndarray:
-        """Return the longest lengths that rows may have."""
+        """Return the longest length that rows of each source may have, of at most `most` sources."""
         return self.known.lengths[:most]
 
     def check_losses(self) -> None:
         """Do nothing: a step without a loss is refused when it comes."""
 
 
-Steps: TypeAlias = Batches | FedSteps
+Steps: TypeAlias = Batches | FeedSteps
 """The sequences of every step of a run."""

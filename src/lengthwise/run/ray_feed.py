@@ -20,9 +20,9 @@ from typing import Any
 from lengthwise.comm import Transport, broadcast_bytes, share_numbers
 from lengthwise.core.errors import LengthwiseError, RankError
 from lengthwise.core.names import counted
-from lengthwise.data.fed import FedDataset
 from lengthwise.data.feed import Feed, FeedSpec
-from lengthwise.run.feeds import FedRank
+from lengthwise.data.feed_dataset import FeedDataset
+from lengthwise.run.node_feed import FeedRank
 
 _STORE_BYTES = 512 << 20  # of a local Ray: slices on their way
 _CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a local Ray listens on loopback alone, on Linux as well
@@ -31,13 +31,13 @@ _RAY = "a Ray that answers, for `remote` data"
 
 
 @contextlib.contextmanager
-def serving(fed: FedRank) -> Iterator[None]:
+def ray_feed(rank: FeedRank) -> Iterator[None]:
     """Let actors, which Ray ends, feed the dataset inside the block. Collective.
 
     Raises:
         LengthwiseError: Ray or an actor does not start, or files cannot be read.
     """
-    dataset, world, transport = fed.dataset, fed.world, fed.transport
+    dataset, world, transport = rank.dataset, rank.world, rank.transport
     transport.phase = "start, actors of remote data"
     if world.rendezvous is not None and "ray._raylet" in sys.modules:
         expected, got = "ranks of a process without Ray, which does not survive a fork", "one that has imported it"
@@ -54,9 +54,9 @@ def serving(fed: FedRank) -> Iterator[None]:
         found = json.loads(broadcast_bytes(transport, json.dumps(message).encode() if not transport.rank else None))
         if error is not None or not found:
             raise error or _no_ray(transport, "none on rank 0")
-        clients = _clients(dataset, found, transport, fed.timeout_seconds)
-        fed.attach(clients, transport.rank, "files of remote data")
-        fed.say(f"remote: {counted(len(clients), 'actor')}, Ray at {found['address']}")
+        clients = _clients(dataset, found, transport, rank.timeout_seconds)
+        rank.attach(clients, transport.rank, "files of remote data")
+        rank.say(f"remote: {counted(len(clients), 'actor')}, Ray at {found['address']}")
         yield
         transport.phase = "end, actors of remote data"
         if transport.rank and mine:
@@ -80,7 +80,7 @@ def _disconnect() -> None:
         ray.shutdown()
 
 
-def _begin(dataset: FedDataset, actors: list[Any], ranks: int, *, local: bool) -> dict[str, Any]:
+def _begin(dataset: FeedDataset, actors: list[Any], ranks: int, *, local: bool) -> dict[str, Any]:
     """Connect to Ray, or start it, and make the actors, which end with their handles; return how ranks find them."""
     name = f"lengthwise-{secrets.token_hex(8)}"
     if local:
@@ -126,7 +126,7 @@ def _sigterm_kept() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)  # below Python Ray has set another
 
 
-def _clients(dataset: FedDataset, found: dict[str, Any], transport: Transport, seconds: float) -> list[_ActorClient]:
+def _clients(dataset: FeedDataset, found: dict[str, Any], transport: Transport, seconds: float) -> list[_ActorClient]:
     if not _is_connected():
         os.environ.update(found["environment"])
     try:

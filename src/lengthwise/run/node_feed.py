@@ -28,8 +28,8 @@ from lengthwise.comm import Transport, World, agree, broadcast_bytes, share_numb
 from lengthwise.core.errors import LengthwiseError, RankError, TransferError
 from lengthwise.core.names import counted
 from lengthwise.core.processes import ending_signals_blocked, start_module
-from lengthwise.data.fed import FedDataset
 from lengthwise.data.feed import FeedClient, FeedSpec
+from lengthwise.data.feed_dataset import FeedDataset
 from lengthwise.run.workers import usable_cores
 
 _START_SECONDS = 60.0  # more for the first answer of a process: it imports, and looks for files
@@ -46,7 +46,7 @@ def tokenizing_processes(ranks: int, cores: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FedRank:
+class FeedRank:
     """A rank that takes the rows of `dataset` from feeds.
 
     say: gets the lines for the user. ending: ends processes that this rank starts. A rank with an error should close it
@@ -54,7 +54,7 @@ class FedRank:
     error.
     """
 
-    dataset: FedDataset
+    dataset: FeedDataset
     world: World
     transport: Transport
     timeout_seconds: float
@@ -70,13 +70,13 @@ class FedRank:
 
 
 @contextlib.contextmanager
-def feeding(fed: FedRank) -> Iterator[None]:
+def node_feed(rank: FeedRank) -> Iterator[None]:
     """Let a process of each node feed the dataset inside the block. Collective.
 
     Raises:
         LengthwiseError: a process does not start, or the stream cannot be read.
     """
-    dataset, world, transport = fed.dataset, fed.world, fed.transport
+    dataset, world, transport = rank.dataset, rank.world, rank.transport
     transport.phase = "start, feed of the stream"
     drawn = broadcast_bytes(transport, None if transport.rank else secrets.token_hex(8).encode()).decode()
     first = world.rank - world.local_rank
@@ -85,17 +85,17 @@ def feeding(fed: FedRank) -> Iterator[None]:
     where, started, error = f"rank {transport.rank}, {transport.phase}", None, None
     if not world.local_rank:
         try:
-            started = fed.ending.enter_context(_Process(path, replace(dataset.specs[0], clients=ranks), processes))
+            started = rank.ending.enter_context(_Process(path, replace(dataset.specs[0], clients=ranks), processes))
         except OSError as raised:
             remedy = "See what it printed, and that TMPDIR is a folder of this machine."
             error = RankError(where, expected="a process that reads the stream", got=f"{raised}", remedy=remedy)
     if any(row[0] for row in share_numbers(transport, [float(error is not None)])):
         remedy = "See the error of the rank that should have started it."
         raise error or TransferError(where, expected="a feed on each node", got="none on one", remedy=remedy)
-    client = _Client(path, transport, fed.timeout_seconds, started)
+    client = _Client(path, transport, rank.timeout_seconds, started)
     try:
-        fed.attach([client], world.local_rank, "files of the stream")
-        fed.say(f"streaming: rows are tokenized ahead, in {counted(processes, 'process')} of each node")
+        rank.attach([client], world.local_rank, "files of the stream")
+        rank.say(f"streaming: rows are tokenized ahead, in {counted(processes, 'process')} of each node")
         yield
         transport.phase = "end, feed of the stream"
         share_numbers(transport, [0.0])  # nobody of this node asks any more
@@ -139,7 +139,7 @@ class _Process:
     def _begin(self) -> None:
         with ending_signals_blocked():
             number, arguments = self._listening.fileno(), (f"{self._processes}", str(self._path.parent))
-            module, of_start = "lengthwise.run.feed_process", {"stdin": subprocess.PIPE, "pass_fds": [number]}
+            module, of_start = "lengthwise.run.node_feed_process", {"stdin": subprocess.PIPE, "pass_fds": [number]}
             self._began, self._process = time.monotonic(), start_module(module, f"{number}", *arguments, **of_start)
         assert self._process.stdin is not None, "a pipe was asked for; it stays open as long as this process lives"
         with contextlib.suppress(BrokenPipeError):  # it has ended already
