@@ -38,10 +38,10 @@ _NO_IDS = np.empty(0, dtype=np.int32)
 
 
 def schema() -> Any:
-    """Return the columns of a prepared folder, as pyarrow knows them.
+    """Return the columns of a prepared folder, as a pyarrow schema.
 
-    `labels` is null where they are the ids, `weights` where all are 0 or 1; a row that is left out has no ids. `kind`
-    is a place in `KINDS`, `origin` the number of the listing; `name` is the path of a document, null for a line.
+    `labels` is null if they are the ids, `weights` if all are 0 or 1; a row that is left out has no ids. `kind` is an
+    index into `KINDS`, `origin` the number of the listing, `name` the path of a document, null for a line.
     """
     import pyarrow as pa
 
@@ -54,7 +54,7 @@ def schema() -> Any:
 
 
 def table_of(rows: Sequence[TokenRow]) -> Any:
-    """Return rows as a table of Arrow."""
+    """Return rows as an Arrow table."""
     import pyarrow as pa
 
     found = list(zip(*map(_values, rows), strict=True)) or [()] * len(schema())
@@ -64,7 +64,7 @@ def table_of(rows: Sequence[TokenRow]) -> Any:
 
 
 def _column(values: Sequence[Any], kind: Any) -> Any:
-    """Return values as a column. A list is an array a row; None is null."""
+    """Return values as a column: a list is an array per row, None is null."""
     import pyarrow as pa
 
     if pa.types.is_fixed_size_list(kind):
@@ -88,15 +88,15 @@ def _values(row: TokenRow) -> tuple[Any, ...]:
 
 
 class Columns:
-    """The record batches of Arrow files, as arrays that lie where the files are mapped."""
+    """The record batches of Arrow files, as arrays in the mapped files."""
 
     def __init__(self, paths: list[Path]) -> None:
-        """Map files. DataError if one is no Arrow stream of these columns; OSError if one is gone."""
+        """Map files. DataError if one is no Arrow stream of these columns, OSError if one is gone."""
         import pyarrow as pa
 
         expected, tables, self.files = schema(), hashlib.sha256(), paths
         self.batches, self.paths = list[Any](), list[Path]()
-        self._views = dict[int, tuple[list[_View], np.ndarray]]()  # of batches that were read, with digests
+        self._views = dict[int, tuple[list[_View], np.ndarray]]()  # of batches read so far, with their digests
         for path in paths:
             try:
                 with pa.ipc.open_stream(pa.memory_map(os.fspath(path))) as reader:
@@ -120,13 +120,13 @@ class Columns:
         self.tables = tables.hexdigest()
 
     def numbers(self, name: str) -> np.ndarray:
-        """Return a column of numbers of all rows."""
+        """Return a column of numbers, of all rows."""
         parts = [batch.column(name).to_numpy() for batch in self.batches]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the tokens of each row, int64."""
+        """Return the number of tokens of each row, int64."""
         parts = [np.diff(batch.column("input_ids").offsets.to_numpy()) for batch in self.batches]
         return np.concatenate([np.empty(0, dtype=np.int64), *parts])
 
@@ -144,7 +144,7 @@ class Columns:
         return np.concatenate(found)
 
     def place(self, row: int) -> tuple[int, int]:
-        """Return the number of the batch that has a row, and the row's place in it."""
+        """Return (batch number, place in the batch) of a row."""
         number = bisect.bisect_right(self.firsts, row) - 1
         return number, row - self.firsts[number]
 
@@ -174,7 +174,7 @@ class Columns:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A column of lists: offsets, values (None if all lists are null), and validity of lists (None if all or none)."""
+    """A column of lists. values: None if all lists are null. there: which lists are not null; None if all or none."""
 
     offsets: np.ndarray
     values: np.ndarray | None
@@ -197,15 +197,10 @@ def _digests(batch: Any) -> np.ndarray:
 
 
 class ArrowRows:
-    """`StoredRows` on the disk. Memory: 24 bytes a row; where some rows have weights of their own, 8 more."""
+    """`StoredRows` on the disk. Memory: 24 bytes a row, 8 more if some rows have weights of their own."""
 
     def __init__(self, folder: Path, made: Prepared, *, key: str, max_tokens: int | None, weight: float) -> None:
-        """Map a folder whose sizes are right (`read_prepared`).
-
-        Raises:
-            DataError: the columns without tokens are not those that were prepared.
-            OSError: a file is gone.
-        """
+        """Map a folder whose sizes `read_prepared` has checked. DataError: the columns without tokens have changed."""
         self._made, self._key, self.firsts = made, key, ((0, weight),)
         self.columns = columns = Columns([folder / name for name in made.files])
         if columns.tables != made.tables:
@@ -220,7 +215,7 @@ class ArrowRows:
             self.lengths = self.lengths.copy()
             self.lengths[self.too_long] = self.loss_tokens[self.too_long] = self.loss_weights[self.too_long] = 0
             self.skipped = Counter(made.skipped) + Counter({TOO_LONG: len(self.too_long)})
-        self._checked = -1  # the last row that was read: its labels are read after its ids
+        self._checked = -1  # last row read: its labels are read after its ids
         write_protect(self._stored_lengths)
 
     def row(self, row: int) -> RowArrays:
@@ -235,29 +230,25 @@ class ArrowRows:
         return ids, labels, weights
 
     def read_ahead(self, row: int) -> None:
-        """Begin to read a whole row, which its digest covers."""
         for values in self.columns.row(row):
             if values is not None:
                 read_ahead(values)
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return the digests of rows [first, last), uint8 [last - first, 16]."""
         found = self.columns.digests(first, last)
         return np.where((self.lengths[first:last] > 0)[:, None], found, np.uint8(0)) if len(self.too_long) else found
 
     def name(self, row: int) -> str:
-        """Return the place of a row in its source: `train.jsonl:3`, or the path of a document."""
         origins = self._made.origins
         first, label = origins[bisect.bisect_right(origins, row, key=lambda each: each[0]) - 1]
         return self.columns.text(row, "name") or f"{label}:{row - first + 1}"
 
     def source_key(self, row: int) -> str:
-        """Return the config path of the source: `data.0`."""
         del row
         return self._key
 
     def stored_length(self, row: int) -> int:
-        """Return the tokens of a row, even if `max_tokens` leaves it out."""
+        """Return the number of tokens of a row, even if `max_tokens` leaves it out."""
         return int(self._stored_lengths[row])
 
 
@@ -272,7 +263,7 @@ def wrong_row(columns: Columns, row: int, name: Callable[[int], str]) -> DataErr
 def wrong_rows(folder: Path, on_rows: Callable[[int], None]) -> Iterator[DataError]:
     """Read every row of a prepared folder; yield an error for the first wrong row of each file.
 
-    on_rows: called now and then with the number of rows read.
+    on_rows: function that is called now and then with the number of rows read.
     """
     made = read_prepared(folder)
     rows, named = ArrowRows(folder, made, key="", max_tokens=None, weight=1.0), set[Path]()

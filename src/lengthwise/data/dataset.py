@@ -1,4 +1,4 @@
-"""The rows of a run: the `Dataset` protocol, and datasets of rows that are stored in memory or on the disk.
+"""The rows of a run: the `Dataset` protocol, and datasets of rows stored in memory or on the disk.
 
 A row's id is its number over all sources; a row that is left out keeps its number, with length 0. Rows in memory are
 one flat array of tokens and their offsets: 4 bytes a token, 8 a row.
@@ -22,54 +22,54 @@ NO_LOSS = -100
 
 
 class Dataset(Protocol):
-    """Rows of tokens, wherever they lie; arrays are read-only, and an entry is a row."""
+    """Rows of tokens in any store. Arrays are read-only and have one entry per row."""
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each row, int64 [rows]; 0 if the row is left out."""
+        """Number of tokens of each row, int64 [rows]; 0 if the row is left out."""
         ...
 
     @property
     def loss_tokens(self) -> np.ndarray:
-        """Tokens with a loss of each row, int64 [rows]: position t predicts t + 1, so the first label never counts."""
+        """Number of tokens with a loss, int64 [rows]: position t predicts t + 1, so the first label never counts."""
         ...
 
     @property
     def loss_weights(self) -> np.ndarray:
-        """Sum of the loss weights of each row, [rows]; its `loss_tokens` if no token has a weight."""
+        """Sum of the loss weights of each row, [rows]; equals `loss_tokens` if no token has a weight."""
         ...
 
     @property
     def ids(self) -> np.ndarray:
-        """Rows with tokens, ascending, int64."""
+        """Numbers of the rows with tokens, ascending, int64."""
         ...
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """How many rows are left out, by reason, for messages."""
+        """Number of rows left out, by reason, for messages."""
         ...
 
     @property
     def weights(self) -> tuple[tuple[int, float], ...]:
-        """The first row of each source, ascending, and how often an epoch takes each of its rows: 1.0, 0.5, 3.0."""
+        """Per source, its first row and how often an epoch takes each of its rows: 1.0, 0.5, 3.0."""
         ...
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each.
 
-        Labels are not shifted: entry i is what token start + i should have been, `NO_LOSS` where it has no loss.
+        Labels are not shifted: entry i is the target for token start + i itself, `NO_LOSS` if it has no loss.
         """
         ...
 
     def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return the loss weights of tokens [start, stop) of a row, aligned with labels, float32 [stop - start].
+        """Return loss weights of tokens [start, stop) of a row, aligned with labels, float32 [stop - start].
 
         None if all weights of all rows are 0 or 1, as the labels say.
         """
         ...
 
     def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Begin to read these (row, start, stop), without waiting for them."""
+        """Begin to read these (row, start, stop), and return at once."""
         ...
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
@@ -97,12 +97,12 @@ def write_protect(*arrays: np.ndarray | None) -> None:
 
 
 RowArrays = tuple[np.ndarray, np.ndarray | None, np.ndarray | None]
-"""Ids of a row, its labels (None if they are the ids), its weights (None if all are 0 or 1)."""
+"""Ids, labels (None if they are the ids) and weights (None if all are 0 or 1) of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRows:
-    """Where rows came from. names: one a row; if None, a row is called `label:line`."""
+    """The origin of rows. names: one name per row; None names a row `label:line`."""
 
     key: str
     label: str
@@ -112,10 +112,10 @@ class SourceRows:
 
 
 class StoredRows(Protocol):
-    """Rows of one store, numbered from 0, with arrays as in `Dataset`.
+    """Rows of one store, numbered from 0, with arrays and methods as in `Dataset`.
 
-    loss_weights: the array `loss_tokens` itself if all weights are 0 or 1. firsts: the first row and the weight of each
-    source, ascending. digest: of all rows; None if it was not computed.
+    loss_weights: the array `loss_tokens` itself if all weights are 0 or 1. firsts: (first row, weight) of each source,
+    ascending. digest: digest of all rows; None if it was not computed.
     """
 
     lengths: np.ndarray
@@ -126,11 +126,11 @@ class StoredRows(Protocol):
     digest: bytes | None
 
     def row(self, row: int) -> RowArrays:
-        """Return views of a row's ids, labels and weights."""
+        """Return views of the ids, labels and weights of a row."""
         ...
 
     def read_ahead(self, row: int) -> None:
-        """Begin to read a row, without waiting for it."""
+        """Begin to read a row, and return at once."""
         ...
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
@@ -167,17 +167,15 @@ class StoredDataset:
 
     @property
     def num_rows(self) -> int:
-        """Rows, including those left out."""
+        """Number of rows, including those left out."""
         return len(self.lengths)
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return views of ids and labels of tokens [start, stop) of a row, int32 [stop - start] each."""
         part, within = self._place(row)
         ids, labels, _ = part.row(within)
         return ids[start:stop], (ids if labels is None else labels)[start:stop]
 
     def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return the loss weights of tokens [start, stop) of a row, float32 [stop - start]; None if no row has any."""
         part, within = self._place(row)
         if not self._is_weighed:
             return None
@@ -187,13 +185,11 @@ class StoredDataset:
         return plain_weights((ids if labels is None else labels)[start:stop])
 
     def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
-        """Begin to read whole rows, which their digests cover."""
         for row in dict.fromkeys(row for row, _, _ in spans):
             part, within = self._place(row)
             part.read_ahead(within)
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return the digests of rows [first, last), uint8 [last - first, 16]."""
         found = [np.empty((0, ROW_DIGEST_BYTES), dtype=np.uint8)]
         for start, part in zip(self._firsts, self._parts, strict=False):
             begin, end = max(first - start, 0), min(last - start, len(part.lengths))
@@ -202,7 +198,7 @@ class StoredDataset:
         return np.concatenate(found)
 
     def digest(self) -> bytes:
-        """Return the digest of all rows, the same for every store. Cost: 2 s a million rows if it was not stored."""
+        """Return the digest of all rows, the same for every store. Cost if not stored: 2 s a million rows."""
         known = self._parts[0].digest if len(self._parts) == 1 else None
         firsts = range(0, self.num_rows, ROWS_AT_ONCE)
         return known or digest_of_rows(
@@ -210,12 +206,10 @@ class StoredDataset:
         )
 
     def name(self, row: int) -> str:
-        """Return the place of a row: `train.jsonl:3`, or the path of a document."""
         part, within = self._place(row)
         return part.name(within)
 
     def source_key(self, row: int) -> str:
-        """Return the config path of a row's source: `data.0`."""
         part, within = self._place(row)
         return part.source_key(within)
 
@@ -231,10 +225,10 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 class MemoryRows:
-    """`StoredRows` in memory: `flat_tokens` and `flat_labels`, int32 [tokens]; row r begins at `offsets[r]`.
+    """`StoredRows` in memory: row r begins at `offsets[r]` of the flat arrays.
 
-    flat_labels: None if all labels are the ids. flat_weights: float32 [tokens]; None if all are 0 or 1. offsets: int64
-    [rows + 1].
+    flat_tokens: int32 [tokens]. flat_labels: int32 [tokens]; None if all labels are the ids. flat_weights: float32
+    [tokens]; None if all are 0 or 1. offsets: int64 [rows + 1].
     """
 
     digest: bytes | None = None
@@ -265,7 +259,6 @@ class MemoryRows:
         write_protect(*self._flat, offsets)
 
     def row(self, row: int) -> RowArrays:
-        """Return views of a row's ids, labels and weights."""
         span = slice(int(self._offsets[row]), int(self._offsets[row + 1]))
         ids, labels, weights = self._flat
         return ids[span], None if labels is None else labels[span], None if weights is None else weights[span]
@@ -274,18 +267,15 @@ class MemoryRows:
         """Do nothing: rows are in memory."""
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
-        """Return the digests of rows [first, last), uint8 [last - first, 16]."""
         found = b"".join(row_digest(*self.row(row)) for row in range(first, last))
         return np.frombuffer(found, dtype=np.uint8).reshape(-1, ROW_DIGEST_BYTES)
 
     def name(self, row: int) -> str:
-        """Return the place of a row: `train.jsonl:3`, or the path of a document."""
         source = self._source(row)
         place = row - source.first_row
         return f"{source.label}:{place + 1}" if source.names is None else source.names[place]
 
     def source_key(self, row: int) -> str:
-        """Return the config path of a row's source: `data.0`."""
         return self._source(row).key
 
     def _source(self, row: int) -> SourceRows:
@@ -293,7 +283,7 @@ class MemoryRows:
 
 
 class DatasetBuilder:
-    """Gathers rows one at a time. Arrays grow in place, so the peak of memory is little more than the tokens."""
+    """Builds a dataset row by row. Arrays grow in place, so the memory peak is little more than the tokens."""
 
     def __init__(self) -> None:
         self._tokens, self._labels, self._offsets = array("i"), None, array("q", [0])
@@ -303,16 +293,16 @@ class DatasetBuilder:
 
     @property
     def num_rows(self) -> int:
-        """Rows so far, including those left out."""
+        """Number of rows so far, including those left out."""
         return len(self._offsets) - 1
 
     def start_source(self, key: str, label: str, names: tuple[str, ...] | None, weight: float = 1.0) -> None:
-        """Begin the rows of another source."""
+        """Start the rows of the next source."""
         first_row = len(self._offsets) - 1
         self._sources.append(SourceRows(key=key, label=label, first_row=first_row, names=names, weight=weight))
 
     def add(self, tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarray | None = None) -> None:
-        """Append a row, int32 [length]. labels: if None, the tokens. weights: float32 [length]; if None, 0 or 1."""
+        """Append a row, int32 [length]. labels: None for the tokens. weights: float32 [length]; None for 0 or 1."""
         if weights is not None and self._weights is None:
             so_far = self._tokens if self._labels is None else self._labels
             self._weights = array("f", plain_weights(np.frombuffer(so_far, dtype=np.int32)))
@@ -327,12 +317,12 @@ class DatasetBuilder:
         self._offsets.append(len(self._tokens))
 
     def skip(self, reason: str) -> None:
-        """Append a row without tokens, and count why it is left out."""
+        """Append a row without tokens, and count the reason."""
         self._skipped[reason] = self._skipped.get(reason, 0) + 1
         self._offsets.append(len(self._tokens))
 
     def rows(self) -> MemoryRows:
-        """Return the rows; the builder must not be used afterwards."""
+        """Return the rows, and give up the builder."""
         return MemoryRows(
             flat_tokens=np.frombuffer(self._tokens, dtype=np.int32),
             flat_labels=None if self._labels is None else np.frombuffer(self._labels, dtype=np.int32),
@@ -343,7 +333,7 @@ class DatasetBuilder:
         )
 
     def finish(self) -> StoredDataset:
-        """Return the dataset; the builder must not be used afterwards."""
+        """Return the dataset, and give up the builder."""
         return StoredDataset([self.rows()])
 
 
@@ -353,7 +343,7 @@ def plain_weights(labels: np.ndarray) -> np.ndarray:
 
 
 def sum_of_weights(weights: np.ndarray) -> float:
-    """Return the sum of a row's loss weights in fp64, without the first token, which has no loss."""
+    """Return the sum of a row's loss weights in fp64; the first token has no loss."""
     return float(weights[1:].sum(dtype=np.float64))
 
 
@@ -365,7 +355,7 @@ TOO_LONG = "too long"
 
 
 def too_long(where: str, length: int, max_tokens: int, key: str) -> DataError:
-    """Return the error for a row longer than max_tokens. key: the config path of its source."""
+    """Return the error for a row longer than max_tokens. key: config path of its source."""
     expected, got = f"at most max_tokens {max_tokens}", f"{length} tokens"
     remedy = f"Raise {key}.max_tokens, or set {key}.too_long: skip to leave such rows out."
     return DataError(where, expected=expected, got=got, remedy=remedy)

@@ -14,14 +14,14 @@ from pathlib import Path
 import numpy as np
 
 ROW_DIGEST_BYTES = 16
-ROWS_AT_ONCE = 1 << 18  # in loops over all rows
-_LABELS, _WEIGHTS = b"labels", b"weights"  # six and seven bytes: no whole number of tokens
+ROWS_AT_ONCE = 1 << 18  # rows per pass of loops over all rows
+_LABELS, _WEIGHTS = b"labels", b"weights"  # 6 and 7 bytes: no whole number of tokens
 
 
 def row_digest(tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarray | None = None) -> bytes:
     """Return the digest of a row, 16 bytes; tokens and labels are int32 [length], labels None if they are the tokens.
 
-    weights: float32 [length]; None if 0 or 1, as the labels say.
+    weights: float32 [length]; None if all are 0 or 1.
     """
     if not len(tokens):
         return bytes(ROW_DIGEST_BYTES)

@@ -1,11 +1,11 @@
-"""A feed: reads and tokenizes rows in order, ahead of the ranks that ask it, and keeps them until no rank needs them.
+"""A feed: reads and tokenizes rows ahead of the ranks that ask it, and keeps them until no rank needs them.
 
-It runs in a process of each node for a stream, in actors of Ray for `remote` data. A thread reads ahead, up to
-`ahead_bytes` beyond the last row that a rank asked for. The number of a row is its epoch, then its place in the order
-of the feed. Every request says where the oldest step of its rank begins, so a feed that is started again reads on from
-there, and the end of a feed costs nothing.
+A feed runs in a process of each node for a stream, in actors of Ray for `remote` data. A thread reads ahead, up to
+`ahead_bytes` beyond the last row requested. Rows are numbered by epoch, then by place in the order of the feed. Every
+request says where the oldest step of its rank begins, so a feed that was started again reads on from there: its end
+loses nothing.
 
-Memory: the rows of the steps that run or are planned, `ahead_bytes` beyond them, and a block.
+Memory: the rows of the running and planned steps, `ahead_bytes` beyond them, and a block.
 """
 
 from __future__ import annotations
@@ -34,28 +34,32 @@ if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
 AHEAD_BYTES = 128 << 20
-_ROW_BYTES = 500  # what a row takes beside its tokens, about
+_ROW_BYTES = 500  # memory of a row beside its tokens, about
 _PLACE_BITS = 40
 
 RowSpan = tuple[int, int, int]
-"""Tokens [start, stop) of a row: (row, start, stop)."""
+"""(row, start, stop): tokens [start, stop) of a row."""
 ReadFrom = tuple[int, int, Any]
-"""Where a feed begins to read: an epoch, a place in its order, and the mark of that place."""
+"""(epoch, place in the feed's order, mark of that place): where a feed begins to read."""
 
 
 def row_number(epoch: int, place: int) -> int:
-    """Return the number of the row at a place in an epoch; numbers increase, and equal places in epoch 0."""
+    """Return the number of the row at a place of an epoch; numbers increase, and in epoch 0 they are the places."""
     return epoch << _PLACE_BITS | place
 
 
 def place_of(number: int) -> tuple[int, int]:
-    """Return the epoch and the place of a row."""
+    """Return (epoch, place) of a row number."""
     return number >> _PLACE_BITS, number & ((1 << _PLACE_BITS) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedSpec:
-    """The settings of a feed. name: for messages. sources: of the run. clients: the number of ranks that ask it."""
+    """The settings of a feed.
+
+    name: its name in messages. sources: all sources of the run. clients: number of ranks that ask it (default 1).
+    ahead_bytes: bytes to read ahead (default 128 MiB).
+    """
 
     name: str
     order: StreamOrder | HashOrder
@@ -67,7 +71,7 @@ class FeedSpec:
 
     @property
     def tokenizing(self) -> Tokenizing:
-        """How its rows become tokens."""
+        """The tokenization of its rows."""
         keys = tuple(f"data.{number}" for number in range(len(self.sources)))
         tokenizer = functools.partial(tokenizer_of_process, self.tokenizer_name)
         return Tokenizing(sources=self.sources, keys=keys, tokenizer=tokenizer, vocab_size=self.vocab_size)
@@ -75,9 +79,10 @@ class FeedSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedRow:
-    """A row without its tokens. length: 0 if it is left out, for the reason `kind`. error: stops the run.
+    """A row without its tokens.
 
-    source: its number. digest: of ids, labels and weights. mark: where the next row begins, if one was taken there.
+    source: number of its source. length: its tokens; 0 if it is left out, for the reason `kind`. digest: digest of ids,
+    labels and weights. error: the error that ends the run, or None. mark: mark of the next row, if there is one.
     """
 
     name: str
@@ -104,7 +109,7 @@ class FeedRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedRows:
-    """Rows from a place in an epoch on. ends: the epoch has no more."""
+    """Consecutive rows of an epoch. ends: True if the epoch has no more."""
 
     rows: list[FeedRow]
     ends: bool
@@ -112,7 +117,7 @@ class FeedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSlices:
-    """Concatenated ids, labels (None if the ids) and weights (None if 0 or 1) of spans, (tokens,)."""
+    """Ids, labels (None if they are the ids) and weights (None if all are 0 or 1) of spans, joined, (tokens,) each."""
 
     ids: np.ndarray
     labels: np.ndarray | None
@@ -120,7 +125,7 @@ class TokenSlices:
 
     @classmethod
     def of(cls, spans: Sequence[tuple[RowArrays, int, int]]) -> TokenSlices:
-        """Cut tokens [start, stop) of each row."""
+        """Join tokens [start, stop) of each row."""
         has_labels = any(labels is not None for (_, labels, _), _, _ in spans)
         has_weights = any(weights is not None for (*_, weights), _, _ in spans)
         ids, labels, weights = [], [], []
@@ -138,9 +143,9 @@ class TokenSlices:
 
 
 class Feed:
-    """Serves the ranks of a node or a run; every rank asks for rows in order.
+    """Serves rows, in order, to the ranks of a node or a run.
 
-    born: differs between starts of the same feed. run: tokenizes blocks, here or in other processes.
+    born: random name of this start of the feed. run: function that tokenizes blocks, here or in other processes.
     """
 
     def __init__(self, spec: FeedSpec, run: Runner = map) -> None:
@@ -148,28 +153,27 @@ class Feed:
         self.born, self._spec, self._run = secrets.token_hex(8), spec, run
         self._turn = threading.Condition()
         self._rows = OrderedDict[int, tuple[FeedRow, RowArrays | None]]()
-        self._ahead, self._ahead_bytes = deque[tuple[int, int]](), 0  # rows beyond `_wanted`, with their bytes
-        self._first: int | None = None  # the number of the row that was read first
+        self._ahead, self._ahead_bytes = deque[tuple[int, int]](), 0  # (number, bytes) of rows beyond `_wanted`
+        self._first: int | None = None  # number of the first row read
         self._next = self._wanted = 0
         self._ends = dict[int, int]()
-        self._needed, self._least = dict[int, int](), 0  # of each client; of all
+        self._needed, self._least = dict[int, int](), 0  # per client; least of all
         self._error: LengthwiseError | None = None
-        self._reading: threading.Thread | None = None  # another thread ends
+        self._reading: threading.Thread | None = None  # any other thread ends
 
     def describe(self) -> tuple[str, list[Any]]:
-        """Return `born`, and the identity of the rows. DataError, or Problems, if they cannot be read."""
-        with self._turn:  # one rank makes it for all: from Python 3.12 on a cached property has no lock
+        """Return `born` and the identity of the rows; raise DataError, or Problems, if they cannot be read."""
+        with self._turn:  # one rank computes it for all: from Python 3.12 on a cached property has no lock
             return self.born, self._spec.order.identity
 
     def rows(self, client: int, start: ReadFrom, needed: int, first: int, most: int) -> tuple[str, FeedRows]:
-        """Return `born`, and at most `most` rows from number `first` on; fewer if their epoch ends.
+        """Return `born` and up to `most` rows from number `first` on; fewer if the epoch or an error ends them.
 
-        needed: the first row that this client may still ask for. start: where to begin to read for it. Raises the error
-        that ends the rows early.
+        needed: first row that this client may still request. start: where to begin to read for it.
         """
         epoch, place = place_of(first)
         with self._turn:
-            if needed < self._least:  # a client that goes back
+            if needed < self._least:  # the client goes back
                 self._first, self._least = None, 0
                 self._needed.clear()
             self._begin(start)
@@ -184,7 +188,7 @@ class Feed:
             return self.born, FeedRows(rows=[self._rows[number][0] for number in numbers], ends=ends)
 
     def slices(self, start: ReadFrom, spans: Sequence[RowSpan]) -> tuple[str, TokenSlices]:
-        """Return `born`, and tokens of rows that were returned by `rows` and are still needed."""
+        """Return `born` and tokens of rows that `rows` has returned and that are still needed."""
         last = max(number for number, _, _ in spans)
         with self._turn:
             self._begin(start)
@@ -197,7 +201,7 @@ class Feed:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the rows in memory, about."""
+        """Memory of the kept rows in bytes, about."""
         with self._turn:
             return sum(_bytes_of(held) for _, held in self._rows.values())
 
@@ -211,7 +215,7 @@ class Feed:
         self._spec.order.close()
 
     def _begin(self, start: ReadFrom) -> None:
-        """Read from a place on, unless it was read; after a new start, a rank may ask for later rows first."""
+        """Start to read from a position, unless it was read; after a restart a rank may request later rows first."""
         number = row_number(*start[:2])
         if self._first is not None and self._first <= number:
             return
@@ -223,7 +227,6 @@ class Feed:
         self._reading.start()
 
     def _forget(self) -> None:
-        """Drop rows that no client needs."""
         if len(self._needed) == self._spec.clients:
             self._least = min(self._needed.values())
             while self._rows and (number := next(iter(self._rows))) < self._least:
@@ -240,7 +243,7 @@ class Feed:
         return self._reading is not threading.current_thread()
 
     def _read(self, epoch: int, place: int, mark: Any) -> None:
-        """Read epoch after epoch; keep the error that ends it for the ranks that wait."""
+        """Read epoch after epoch; keep the error that ends it, for the ranks that wait."""
         error: LengthwiseError | None = None
         try:
             with closing(self._spec.tokenizing.run(self._run, self._blocks(epoch, place, mark))) as found:
@@ -266,7 +269,7 @@ class Feed:
                 self._turn.notify_all()
 
     def _blocks(self, epoch: int, place: int, mark: Any) -> Iterator[SourceBlock]:
-        """Read epoch after epoch."""
+        """Yield the blocks of epoch after epoch."""
         while True:
             block = None
             for block in self._spec.order.blocks(epoch, place, mark):
@@ -277,7 +280,7 @@ class Feed:
             epoch, place = epoch + 1, 0
 
     def _end(self, epoch: int, place: int) -> bool:
-        """Note where an epoch ends; return False if no more rows are needed."""
+        """Note the end of an epoch; return True if more rows are needed."""
         with self._turn:
             if not self._is_over:
                 self._ends[epoch], self._next = place, row_number(epoch + 1, 0)
@@ -285,7 +288,7 @@ class Feed:
             return not self._is_over
 
     def _add(self, number: int, row: TokenRow) -> bool:
-        """Keep a row, then wait for room for the next; return False if no more rows are needed."""
+        """Keep a row and wait for room for the next; return True if more rows are needed."""
         held = None if row.tokens is None else row.held
         size, may_go_on = _bytes_of(held), self._may_go_on
         with self._turn:
@@ -302,15 +305,15 @@ class Feed:
             return not self._is_over
 
     def _may_go_on(self) -> bool:
-        is_far = place_of(self._next)[0] > place_of(self._wanted)[0] + 1  # more would only come round again
+        is_far = place_of(self._next)[0] > place_of(self._wanted)[0] + 1  # more rows would repeat the kept ones
         has_room = self._ahead_bytes <= self._spec.ahead_bytes and not is_far
         return self._is_over or has_room or self._next < self._wanted
 
 
 def _bytes_of(held: RowArrays | None) -> int:
-    """Return the bytes of a row in memory, about. held: None if it has no tokens."""
+    """Return the memory of a row in bytes, about."""
     return _ROW_BYTES + sum(each.nbytes for each in held or () if each is not None)
 
 
 FeedClient = Callable[..., Callable[[], Any]]
-"""Calls a method of a feed by name; returns a function that waits for the answer, (born, ...)."""
+"""Function that calls a feed's method by name, and returns a function that waits for its answer, (born, ...)."""

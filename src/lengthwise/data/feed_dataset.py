@@ -51,9 +51,9 @@ def divided(
     part_bytes: int = PART_BYTES,
     **of_tokenizer: Any,
 ) -> FeedDataset:
-    """Return the dataset of `remote` sources, with up to `remote` feeds a source, as its files allow.
+    """Return the dataset of `remote` sources, with at most `remote` feeds per source, fewer if it has fewer parts.
 
-    of_tokenizer: as for `streamed`. Raises DataError, or Problems, for missing files and prepared data.
+    of_tokenizer: as for `streamed`.
     """
     refusals, specs, parts_of_feeds = Refusals(), list[FeedSpec](), list[list[Listing]]()
     for index, source in enumerate(sources):
@@ -85,7 +85,7 @@ class FeedDataset:
 
     def __init__(self, specs: Sequence[FeedSpec], order: RowOrder, *, tokenizer_digest: str) -> None:
         self.specs, self._order, self._tokenizer_digest = tuple(specs), order, tokenizer_digest
-        self._digested: Sequence[Any] = (None,)  # of the feeds, for `digest`
+        self._digested: Sequence[Any] = (None,)  # feeds' part of `digest`
         self._rows = dict[int, PlacedRow]()
         self._steps = deque[list[PlacedRow]]()  # rows of the newest steps
         self._read_from = deque[Any]()  # per step of `_steps`, and for the next one: `RowOrder.read_from`
@@ -97,10 +97,7 @@ class FeedDataset:
         self.loss_weights: Any = _Column(self._rows, "loss_weight")
 
     def attach(self, clients: Sequence[FeedClient], number: int = 0) -> None:
-        """Use these clients, one per spec. number: number of this rank among the clients of a feed.
-
-        Raises DataError, or Problems, if rows cannot be read.
-        """
+        """Use these clients, one per spec. number: number of this rank among the clients of a feed."""
         self._clients, self._number, problems = clients, number, Collector()
         answers = [problems.attempt(wait) for wait in [client("describe") for client in clients]]
         problems.raise_all()
@@ -110,7 +107,7 @@ class FeedDataset:
 
     @property
     def left_out(self) -> str:
-        """The rows left out so far, in words."""
+        """Numbers of rows left out so far, in words."""
         return ", ".join(f"{number} {kind}" for kind, number in self.skipped.items())
 
     def batches(self, asked: GlobalBatch, start: Position = (0, 0)) -> Iterator[Batch]:
@@ -172,7 +169,7 @@ class FeedDataset:
                     del self._rows[placed.id]
 
     def _request(self, requests: Sequence[tuple[int, int, int]]) -> list[tuple[list[FeedRow], bool]]:
-        """Return the rows of every (feed, first number, how many), and whether their epoch ends."""
+        """Return (rows, True if their epoch ends) for every (feed, first number, number of rows)."""
         answers = list[tuple[list[FeedRow], bool]]()
         for (feed, first, most), wait in zip(requests, [self._sent(*each) for each in requests], strict=True):
             rows, answer = list[FeedRow](), self._checked(feed, wait())
@@ -208,7 +205,7 @@ class FeedDataset:
             raise no_loss("data", rows)
 
     def read_ahead(self, spans: Sequence[RowSpan]) -> None:
-        """Ask every feed for its slices of a step, without waiting for them."""
+        """Request the slices of a step from every feed, and return at once."""
         cut = [(row, start, min(stop, int(self.lengths[row]))) for row, start, stop in spans]
         self._slices.append(self._ask_slices([each for each in cut if each[1] < each[2]]))
 
@@ -230,14 +227,12 @@ class FeedDataset:
         return self._slice(row, start, stop)
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each; wait for them."""
         start, stop, _ = slice(start, stop).indices(self._row(row).length)
         if start >= stop:
             return np.empty(0, dtype=np.int32), np.empty(0, dtype=np.int32)
         return self._slice(row, start, stop)[:2]
 
     def read_weights(self, row: int, start: int, stop: int) -> np.ndarray | None:
-        """Return the loss weights of tokens [start, stop) of a row, float32 [stop - start]; None if all are 0 or 1."""
         if not self._rows[row].is_weighed:
             return None
         start, stop, _ = slice(start, stop).indices(self._row(row).length)
@@ -260,11 +255,9 @@ class FeedDataset:
         return hashlib.sha256(json.dumps(values).encode()).digest()
 
     def name(self, row: int) -> str:
-        """Return the place of a row: `train.jsonl:3`, `org/name:train:3`, or the path of a document."""
         return self._row(row).name
 
     def source_key(self, row: int) -> str:
-        """Return the config path of a row's source: `data.0`."""
         return f"data.{self._row(row).source}"
 
     def _row(self, row: int) -> FeedRow:
@@ -357,4 +350,4 @@ class FeedSteps:
 
 
 Steps: TypeAlias = Batches | FeedSteps
-"""The sequences of every step of a run."""
+"""The steps of a run, from stored rows or from feeds."""

@@ -1,6 +1,6 @@
-"""Datasets by the name that a hub knows them by: the Arrow files that the `datasets` library keeps of them.
+"""Datasets of a hub by name: their Arrow files, as the `datasets` library caches them.
 
-It downloads and caches, and runs no code that a dataset brings along.
+The library downloads and caches; code that a dataset brings along is not run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ from lengthwise.core.hub_access import endpoint, hub_answers
 
 
 def hub_files(name: str, *, subset: str | None, split: str, revision: str | None) -> list[Path]:
-    """Return the Arrow files of a split in order; download them if they are not in the cache.
-
-    Raises:
-        DataError: `datasets` has no such dataset, subset or split, or no network.
-    """
+    """Return the Arrow files of a split in order; download what the cache lacks."""
     import datasets
 
     where = ":".join(filter(None, (name, subset, split)))
@@ -35,9 +31,9 @@ def hub_files(name: str, *, subset: str | None, split: str, revision: str | None
 
 
 def hub_stream(asked: Mapping[str, Any], split: str, where: str) -> tuple[Callable[[], Any], list[Any]]:
-    """Return a function that makes the streaming dataset of a split, and its files with their versions.
+    """Return (function that makes the streaming dataset of a split, its files with their versions).
 
-    asked: arguments of `datasets.load_dataset_builder`. Raises DataError as `hub_files` does.
+    asked: arguments of `datasets.load_dataset_builder`.
     """
     import datasets
 
@@ -54,7 +50,7 @@ def hub_stream(asked: Mapping[str, Any], split: str, where: str) -> tuple[Callab
 
 @contextmanager
 def _library(where: str, remedy: str, *, of_hub: bool = True) -> Iterator[None]:
-    """Let `datasets` look for a dataset inside the block, in its cache alone if the hub does not answer."""
+    """Use `datasets` inside the block, its cache alone if the hub does not answer; translate its errors."""
     import datasets
 
     if not sys.stderr.isatty():
@@ -70,7 +66,7 @@ def _library(where: str, remedy: str, *, of_hub: bool = True) -> Iterator[None]:
 
 @contextmanager
 def _offline(settings: Any, *, unless: bool) -> Iterator[None]:
-    """Let `datasets` use its cache alone inside the block, by the only setting it has, a global of its module."""
+    """Let `datasets` use its cache alone inside the block; its only setting is a global of its module."""
     before: bool = settings.HF_HUB_OFFLINE
     settings.HF_HUB_OFFLINE = before or not unless
     try:

@@ -1,7 +1,7 @@
 """Sources read in order from any mark on, for preparing and for streams.
 
-Files of this machine are read by `source_blocks`; datasets of a hub and URLs by the `datasets` library, whose state is
-the mark. Marks are values of JSON.
+Local files are read by `source_blocks`, datasets of a hub and URLs by the `datasets` library, whose state is the mark.
+Marks are JSON values.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from lengthwise.data.sources import Listing, changed_file, open_source, printabl
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-_EDGE_BYTES = 1 << 16  # of the begin and end of a file, for its digest
+_EDGE_BYTES = 1 << 16  # of the begin and end of a file that its digest covers
 _KINDS = {"json": r"\.jsonl?(\.gz|\.zst)?", "parquet": r"\.parquet", "arrow": r"\.arrow"}  # by the end of a URL
-_BLOCK_ROWS, _MARK_ROWS = 16, 256  # of the library: copying its state costs more than a row does
+_BLOCK_ROWS, _MARK_ROWS = 16, 256  # copying the library's state costs more than a row
 
 
 def listed_blocks(listings: Sequence[tuple[int, Listing]], mark: Any = None) -> Iterator[SourceBlock]:
-    """Read listings, given with the number of their source, from a mark on; a mark is (listing, mark in it)."""
+    """Read (source number, listing) pairs from a mark on; a mark is (listing, mark in it)."""
     first, inner = mark or (0, None)
     for number, (source, listing) in enumerate(listings[first:], start=first):
         for block in read_blocks(listing, inner):
@@ -59,7 +59,7 @@ class StreamOrder:
 
     @property
     def identity(self) -> list[Any]:
-        """Values that differ if the rows may differ. DataError, or Problems, for sources that are no stream."""
+        """Values that differ if the rows may differ; raises DataError, or Problems, for sources that are no stream."""
         return [each.identity for each in self._streams]
 
     def blocks(self, epoch: int = 0, place: int = 0, mark: Any = None) -> Iterator[SourceBlock]:
@@ -98,9 +98,9 @@ class _Files:
 
 
 def _content(path: Path, listing: Listing) -> tuple[list[Any], tuple[int, int, int]]:
-    """Return the size of a file, with the digest of the begin and end of a file of rows, and its version.
+    """Return (size of a file, digest of the begin and end of a file of rows), and its version.
 
-    Nodes agree on the size and the digest; versions differ by node.
+    Nodes agree on size and digest; versions differ by node.
     """
     if listing.names is not None:
         status = path.stat()
@@ -114,7 +114,7 @@ def _content(path: Path, listing: Listing) -> tuple[list[Any], tuple[int, int, i
 
 
 class _Library:
-    """A mark is (rows that were read, the state of the library's dataset)."""
+    """A dataset of the library. A mark is (rows read, state of the library's dataset)."""
 
     def __init__(self, source: DataSource) -> None:
         url = source.url

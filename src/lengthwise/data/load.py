@@ -38,12 +38,11 @@ def load_dataset(
 ) -> StoredDataset:
     """Read all rows of all sources, in order.
 
-    tokenizer: called once, for the first text. vocab_size: the model's; if None, ids are not checked. key: the config
-    path of the sources, for messages. check_tokenizer: False allows prepared sources of any tokenizer. on_bad_row: gets
-    the error of each row that `bad_rows: skip` leaves out.
+    tokenizer: function that is called once, for the first text. vocab_size: vocabulary of the model; None skips the
+    check of ids. key: config path of the sources, for messages. check_tokenizer: False allows prepared sources of any
+    tokenizer. on_bad_row: function that is called with the error of each row that `bad_rows: skip` leaves out.
 
-    Raises:
-        DataError: a bad row (Problems for several: the first 20 kinds and a count), or no row to train on.
+    Raises DataError for a bad row (Problems for several: the first 20 kinds and a count), or for no row to train on.
     """
     refusals, parts, bad = Refusals(), list[StoredRows](), list[DataError]()
     builder, loaded, keys = DatasetBuilder(), functools.cache(tokenizer), [f"{key}.{n}" for n in range(len(sources))]
@@ -90,7 +89,7 @@ def first_rows(
     tokens: int | None = None,
     on_bad_row: Callable[[DataError], None] = lambda _error: None,
 ) -> StoredDataset:
-    """Read the first `sequences` rows or `tokens` tokens of a stream. DataError for a row that stops the run."""
+    """Read the first `sequences` rows or `tokens` tokens of a stream."""
     builder, loaded, read, held = DatasetBuilder(), functools.cache(tokenizer), 0, 0
     keys = [f"data.{number}" for number in range(len(sources))]
     tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
@@ -130,8 +129,8 @@ def open_prepared(
 ) -> ArrowRows | None:
     """Open the prepared folder of a source; report the reasons and return None if the run cannot use it.
 
-    tokenizer: called if some rows were texts; if None, any tokenizer is allowed. vocab_size: if None, ids are not
-    checked.
+    tokenizer: function that is called if some rows were texts; None allows any tokenizer. vocab_size: None skips the
+    check of ids.
     """
     assert source.path is not None, "prepared data has a path"
     folder, refused = source.path, list[DataError]()
@@ -141,7 +140,7 @@ def open_prepared(
     except DataError as error:
         report(error)
         return None
-    except OSError as error:  # it is being replaced
+    except OSError as error:  # the folder is being replaced
         report(refuse(Path(error.filename or folder), "a file that stays there", error.strerror or str(error)))
         return None
     if tokenizer is not None and made.tokenizer is not None:

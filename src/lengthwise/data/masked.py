@@ -1,7 +1,7 @@
-"""Texts of which only a part has a loss: a prompt with its completion, and chats, where assistants' turns have it.
+"""Texts with a loss on a part alone: a prompt with its completion, and chats, with a loss on the assistant's turns.
 
-The whole text is encoded once; a token has a loss if one of its characters is to be learned, as in
-transformers' mask of assistant tokens. One that begins in a prompt and ends in its completion is refused.
+The whole text is encoded once; a token has a loss if one of its characters is to be learned, as in transformers' mask
+of assistant tokens. A token that begins in a prompt and ends in its completion is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.messages import Chat
 from lengthwise.data.templates import MARKER, Message, Template, Written, replaced, text_of
 
-_THINK = re.compile(r"<[^<>\s]*think.*|\[think.*", re.IGNORECASE | re.DOTALL)  # what opens the reasoning of a turn
+_THINK = re.compile(r"<[^<>\s]*think.*|\[think.*", re.IGNORECASE | re.DOTALL)  # opens the reasoning of a turn
 _OF_A_PART = re.compile(r"^(</|\[/)|think|tool.?call", re.IGNORECASE)  # added tokens that end a part of a turn
 _PIECES = re.compile(r"<[^<>]*>|\s+|[^<\s]+")
 _UNKNOWN_TURN = (
@@ -31,7 +31,7 @@ _UNKNOWN_TURN = (
 def encode_pair(tokenizer: Any, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
     """Encode prompt and completion as one text, EOS last, with a loss on the completion and the EOS alone.
 
-    `tokenizer` is one of transformers. Returns ids and labels, int32 [tokens] each. ValueError: it cannot be encoded.
+    tokenizer: a tokenizer of transformers. Returns ids and labels, int32 [tokens] each; ValueError if it cannot encode.
     """
     ids, places = _encode(tokenizer, prompt + completion, special_tokens=True)
     refuse_twice(tokenizer, ids)
@@ -42,21 +42,22 @@ def encode_pair(tokenizer: Any, prompt: str, completion: str) -> tuple[np.ndarra
         ids, starts = [*ids, eos], [*starts, len(prompt + completion)]
     learned = np.array(starts, dtype=np.int64) >= len(prompt)
     if ids and ids[-1] == eos:
-        learned[-1] = True  # where the tokenizer adds it, it has no place in the text
+        learned[-1] = True  # an EOS that the tokenizer adds has no characters
     return _masked(ids, learned)
 
 
 def encode_chat(
     tokenizer: Any, chat: Chat, note: Callable[[str, str], None] = lambda _what, _of: None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Render a chat with the tokenizer's template and encode it, with a loss on the assistants' turns alone.
+    """Render a chat with the tokenizer's template and encode it, with a loss on the assistant's turns alone.
 
-    Turns are what the template marks as `{% generation %}`; without such marks, what an assistant's message adds to the
-    text before it with the prompt for a generation, or, where a template writes earlier turns otherwise than the last
-    (as Qwen3's, which leaves their reasoning out), what follows that prompt in the text of the whole chat. The first
-    `context` messages have no loss. `note` gets what the template leaves out, and of which message. Returns ids and
-    labels, int32 [tokens] each. ValueError: there is no template, it refuses the chat or writes nothing of a turn, or a
-    turn is not found.
+    A turn is what the template marks as `{% generation %}`. Without marks it is what an assistant's message adds to the
+    text before it with the generation prompt. If a template writes earlier turns otherwise than the last (Qwen3's
+    leaves their reasoning out), it is what follows that prompt in the text of the whole chat. The first `context`
+    messages have no loss. note: function that is called with (what the template leaves out, its message).
+
+    Returns ids and labels, int32 [tokens] each. ValueError: there is no template, it refuses the chat or writes nothing
+    of a turn, or a turn is not found.
     """
     template = Template.of(tokenizer, chat)
     written = template.fitted(chat.messages)
@@ -83,13 +84,12 @@ def _learn_ends(
     learned: np.ndarray,
     note: Callable[[str, str], None],
 ) -> list[int]:
-    """Learn what ends each span of characters, [first, last), with its turn where it is known.
+    """Learn the end of each turn: the first token after each span of characters [first, last) that may end a turn.
 
-    Where a template without marks ends no turn, as GLM-4.5's, what begins the next message does: such models stop
-    there, and TRL's training template learns it, too. Otherwise `note` gets that a model would go on.
+    If a template without marks ends no turn, as GLM-4.5's, the token that begins the next message is learned: such
+    models stop there, and TRL's training template learns it, too. Otherwise `note` reports that the model would go on.
 
-    Returns:
-        Ids to be added, and learned: the end of the last turn, where it is not in the text.
+    Returns the ids to append and learn: the end of the last turn, if the text lacks it.
     """
     shown = [place for place, at in enumerate(places) if written.text[slice(*at)].strip()]
     firsts = [places[place][0] for place in shown]
@@ -97,7 +97,7 @@ def _learn_ends(
         after = bisect_left(firsts, last)
         is_last = after == len(shown)
         if after == 0 or not learned[shown[after - 1]] or (not is_last and learned[shown[after]]):
-            continue  # nothing of it is learned, or what follows it, too
+            continue  # nothing of the span is learned, or what follows it is, too
         if _is_end(template.tokenizer, ids[shown[after - 1]]):
             continue
         end = None if turn is None or template.is_marked else _next_begins(template, written.messages, turn)
@@ -112,7 +112,7 @@ def _learn_ends(
 
 
 def _next_begins(template: Template, messages: Sequence[Message], turn: int) -> int | None:
-    """Return the token that begins the message after a turn, where the template ends none; None before a turn, too."""
+    """Return the token that begins the message after a turn, if the template ends no turn; None before another turn."""
     usual = "tool" if messages[turn].get("tool_calls") else "user"
     role = messages[turn + 1]["role"] if turn + 1 < len(messages) else usual
     if role == "assistant" or _end_of_turn(template.tokenizer, template.source) is not None:
@@ -133,9 +133,9 @@ def refuse_twice(tokenizer: Any, ids: Sequence[int], *, chat: bool = False) -> N
 
 
 def ends_of_turns(tokenizer: Any) -> list[int]:
-    """Return the token that the chat template writes first after an answer, added ones alone.
+    """Return the added tokens that the chat template writes first after an answer.
 
-    Where it ends no turn, as GLM-4.5's, those are what begins the message of a user or a tool after it; perhaps none.
+    If it ends no turn, as GLM-4.5's: the tokens that begin a following message of a user or a tool, perhaps none.
     """
     try:
         source = Template.of(tokenizer, Chat(where="", messages=(), values={})).source
@@ -148,18 +148,18 @@ def ends_of_turns(tokenizer: Any) -> list[int]:
 
 @functools.lru_cache(maxsize=64)
 def _end_of_turn(tokenizer: Any, source: str, *follows: str) -> int | None:
-    """Return the first token after an answer that may end a turn, where messages of these roles follow, or None."""
+    """Return the first token after an answer that may end a turn, before messages of these roles, or None."""
     messages = [{"role": role, "content": MARKER} for role in ("user", "assistant", *follows)]
     try:
         parts = Template(tokenizer, source, None, {}).fitted(messages).text.split(MARKER)
-    except ValueError:  # a template of other chats
+    except ValueError:  # the template is for other chats
         return None
     ids = tokenizer(parts[2], add_special_tokens=False, verbose=False)["input_ids"] if parts[2:] else []
     return next((each for each in ids if _is_end(tokenizer, each)), None)
 
 
 def _is_end(tokenizer: Any, token: int) -> bool:
-    """Return whether a token may end a turn: EOS, and added ones but for those of a part of it, as `</tool_call>`."""
+    """Return whether a token may end a turn: EOS, or an added token other than ends of parts, as `</tool_call>`."""
     added = tokenizer.added_tokens_decoder.get(token)
     return token == tokenizer.eos_token_id or (added is not None and not _OF_A_PART.search(added.content))
 
@@ -167,7 +167,7 @@ def _is_end(tokenizer: Any, token: int) -> bool:
 def _spans(
     template: Template, written: Written, context: int
 ) -> tuple[list[tuple[int, int]], Mapping[int, tuple[int, int]]]:
-    """Return the characters [first, last) that are learned, and those of each turn where it is known."""
+    """Return the characters [first, last) that are learned, and those of each turn, if known."""
     turns = [turn for turn, message in enumerate(written.messages) if message["role"] == "assistant"]
     if not template.is_marked:
         spans = {turn: _turn_in(template, written, turn) for turn in turns if turn >= context}
@@ -181,14 +181,11 @@ def _spans(
 
 
 def _turn_in(template: Template, written: Written, turn: int) -> tuple[int, int]:
-    """Return where a turn of the assistant is in the text of a whole chat, after the prompt for it.
+    """Return the characters [first, last) of an assistant's turn in a whole chat, after the generation prompt.
 
-    That is what it adds to the text before it; a template may write the messages up to it otherwise than in the whole
-    chat, as most that write the reasoning of the last turn alone. Then it begins and ends where text that the template
-    writes between messages does.
-
-    Raises:
-        ValueError: it is not found without doubt.
+    The turn is what it adds to the text before it. If a template writes the messages before it otherwise in the whole
+    chat, as most that keep the reasoning of the last turn alone, its borders are the texts that the template writes
+    between messages. ValueError: it is not found without doubt.
     """
     messages, text = written.messages, written.text
     before, after = template.render(messages[:turn], prompt=True), template.render(messages[: turn + 1])
@@ -210,8 +207,8 @@ def _after(
 ) -> int | None:
     """Return where a text goes on after a message and the longest text that is `between` it and message `stop`.
 
-    Where the message is shows when a part of it is replaced by a marker. `between` yields texts, given what follows the
-    marker in a chat that ends before `stop`, without the prompt for a generation and with it. None: it is not known.
+    A marker in place of a part of the message shows where it lies. between: function that yields candidate texts, from
+    what follows the marker in a chat that ends before `stop`, without and with the generation prompt. None: not known.
     """
     messages, text = written.messages, written.text
     for other in replaced(messages[turn]):
@@ -231,14 +228,14 @@ def _after(
 
 
 def _prompts(_template: Template, _ending: str, prompted: str) -> Iterator[str]:
-    """Yield what prompts for a turn: all of it, and less of the reasoning that it opens, which not all turns have."""
+    """Yield the prompt for a turn, and the prompt with less of the reasoning it opens, which not all turns have."""
     yield prompted
     if opening := _THINK.search(prompted):
         yield from (prompted[: opening.start() + piece.start()] for piece in _PIECES.finditer(opening[0]))
 
 
 def _ends(template: Template, ending: str, prompted: str) -> Iterator[str]:
-    """Yield what ends a turn: all that follows the last of a chat, and what precedes the prompt for the next."""
+    """Yield ends of a turn: all text after the last one of a chat, and the text before the prompt for the next."""
     yield ending
     asked = [{"role": "user", "content": MARKER}]
     without, prompt = (template.render(asked, prompt=each).rpartition(MARKER)[2] for each in (False, True))
@@ -248,15 +245,15 @@ def _ends(template: Template, ending: str, prompted: str) -> Iterator[str]:
 
 
 def _common(tokenizer: Any, first: str, second: str) -> int:
-    """Return how many characters two texts have in common at the start, in whole tokens."""
+    """Return the number of characters that two texts have in common at the start, in whole tokens."""
     both = (list(zip(*_encode(tokenizer, text, special_tokens=False), strict=True)) for text in (first, second))
     same = takewhile(lambda pair: pair[0] == pair[1], zip(*both, strict=False))
     return max((token[1][1] for token, _ in same), default=0)
 
 
 def _encode(tokenizer: Any, text: str, *, special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Return ids, and the characters [first, last) of each token in the text; (0, 0) for what the tokenizer adds."""
-    text.encode("utf-8")  # a lone surrogate is no text
+    """Return ids, and the characters [first, last) of each token; (0, 0) for tokens that the tokenizer adds."""
+    text.encode("utf-8")  # a lone surrogate cannot be encoded
     if not tokenizer.is_fast:
         raise ValueError("a tokenizer that does not tell where its tokens are (a slow one)")
     found = tokenizer(text, add_special_tokens=special_tokens, return_offsets_mapping=True, verbose=False)

@@ -1,8 +1,8 @@
 """Chats of every form as messages: `messages`, prompt and completion, ShareGPT's `conversations`, Alpaca's columns.
 
-One rule for lines and tables, which have null where other rows have an entry: null is nothing. A message without
-content has the empty text, as templates write null as the word None. JSON text (of `tools`, of `arguments`) is taken as
-it is written, null in it, too.
+Lines and tables follow one rule: null means absent, because a table has null where other rows have an entry. A message
+without content has the empty text, because templates write null as the word None. JSON text (of `tools`, of
+`arguments`) keeps its nulls.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any
 from lengthwise.core.errors import DataError
 from lengthwise.core.files import unique_keys
 
-REASONING = ("reasoning_content", "thinking", "reasoning")  # names of a message's reasoning
-_SHARE_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # of ShareGPT; others have our names
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
+_SHARE_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # of ShareGPT; others are ours
 _ROLES = ("assistant", "user", "system", "developer", "tool", "function", "ipython", "environment", "observation")
-_TRAINED = ("train", "training", "train_detail")  # what other trainers read in a message as what has a loss
+_TRAINED = ("train", "training", "train_detail")  # keys by which other trainers mark messages with a loss
 _SYSTEM = ("system", "system_prompt")
 _TEMPLATE_VALUES = ("documents", "chat_template_kwargs")
 BESIDE = (*_SYSTEM, "history", "tools", "functions", *_TEMPLATE_VALUES)
@@ -40,10 +40,10 @@ _LIKE_LABELS = re.compile(r"(\w+_)?(labels?|masks?|targets?|weights?)|(label|tar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """Messages as a template is given them: `content` is always text, `arguments` of calls are objects.
+    """The messages and tools that a template gets: `content` is always text, `arguments` of calls are objects.
 
-    `context` counts the messages at the start that have no loss: the prompt of a completion. `values` are further
-    names that the template sees: `documents`, and the entries of `chat_template_kwargs`.
+    context: number of messages at the start without a loss, the prompt of a completion. values: further names that the
+    template sees, `documents` and the entries of `chat_template_kwargs`.
     """
 
     where: str
@@ -56,7 +56,7 @@ class Chat:
 def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
     """Return the chat of a row with `messages`, `prompt`, `instruction` or `conversations`, or None for two texts.
 
-    Raises DataError for what is no chat, and for a column of `BESIDE` that it cannot take.
+    Raises DataError for anything else, and for a column of `BESIDE` that the chat cannot take.
     """
     values = {name: value for name, value in values.items() if name not in BESIDE or not is_nothing(value)}
     context, history = 0, list[Any]()
@@ -108,7 +108,7 @@ def _refuse_ignored(names: Sequence[str], kind: str, where: str) -> None:
 
 
 def _alpaca(values: Mapping[str, Any], where: str) -> list[Any]:
-    """Return the turns of Alpaca's columns, those of `history`, pairs of the user's and the model's text, first."""
+    """Return the turns of Alpaca's columns, after those of `history`: pairs of (user's text, model's text)."""
     names = ("instruction", "input", "output")
     instruction, more, output = (values.get(name) or "" for name in names)
     if not all(isinstance(each, str) for each in (instruction, more, output)):
@@ -124,7 +124,7 @@ def _alpaca(values: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def _of_share(turn: Any) -> Any:
-    """Return a turn of ShareGPT as a message; anything else as it is, to be checked as one."""
+    """Return a turn of ShareGPT as a message; return anything else unchanged, to be checked as a message."""
     if not isinstance(turn, dict) or turn.get("from") is None or turn.get("role") is not None:
         return turn
     role = turn["from"]
@@ -135,7 +135,7 @@ def _of_share(turn: Any) -> Any:
 
 
 def _system(values: Mapping[str, Any], turns: Sequence[Any], where: str) -> list[Any]:
-    """Return the message of a system prompt that stands beside a chat, unless the chat begins with the same."""
+    """Return the message of a system prompt beside a chat, unless the chat begins with the same."""
     found = {name: values[name] for name in _SYSTEM if name in values}
     for name, text in found.items():
         if not isinstance(text, str):
@@ -168,7 +168,7 @@ def _message(message: Any, number: int, where: str) -> Mapping[str, Any]:
 
 
 def _text_of(content: Any, number: int, where: str) -> str:
-    """Return a message's content as text, its parts of text joined."""
+    """Return a message's content as text, its text parts joined."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -191,7 +191,7 @@ def _text_of(content: Any, number: int, where: str) -> str:
 
 
 def _call(call: Any, number: int, where: str) -> Any:
-    """Return a tool call, its arguments as an object; null or absent ones are none."""
+    """Return a tool call with its arguments as an object; null arguments become {}."""
     if not isinstance(call, dict):
         raise refuse_row(where, f'"tool_calls" of messages[{number}] to be objects', shown(call))
     holder = call["function"] if isinstance(call.get("function"), dict) else call
@@ -201,7 +201,7 @@ def _call(call: Any, number: int, where: str) -> Any:
 
 
 def _parsed(value: Any, kind: type[Any], name: str, where: str) -> Any:
-    """Return a list or an object that is there as such, without nulls, or as JSON text, as it is written."""
+    """Return a list or an object: JSON text parsed as it is written, other values without nulls."""
     noun = "a list" if kind is list else "an object"
     name = name if name.startswith('"') else f'"{name}"'
     if isinstance(value, str):
@@ -218,7 +218,7 @@ def _parsed(value: Any, kind: type[Any], name: str, where: str) -> Any:
 
 
 def _template_values(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what the template sees by name: `documents`, and the entries of `chat_template_kwargs`."""
+    """Return the names that the template sees: `documents`, and the entries of `chat_template_kwargs`."""
     found = dict[str, Any]()
     if "chat_template_kwargs" in values:
         found = _parsed(values["chat_template_kwargs"], dict, "chat_template_kwargs", where)
@@ -232,7 +232,7 @@ def _template_values(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _without_nulls(values: Any) -> Any:
-    """Return lists and objects without the entries of objects that are null."""
+    """Return lists and objects without null entries of objects."""
     if isinstance(values, list):
         return [_without_nulls(each) for each in values]
     if isinstance(values, dict):
@@ -246,7 +246,7 @@ def is_like_labels(name: str) -> bool:
 
 
 def shown(value: object) -> str:
-    """Show a value as JSON would write it, shortened; a container only by its kind, it may be large."""
+    """Return a value as JSON, shortened; of a container, which may be large, only the kind."""
     if isinstance(value, list | dict):
         return "an object" if isinstance(value, dict) else f"a list of {len(value)}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 10**30:
@@ -256,5 +256,5 @@ def shown(value: object) -> str:
 
 
 def refuse_row(where: str, expected: str, got: str, remedy: str = "Correct the row.") -> DataError:
-    """Return the error of a row."""
+    """Return the DataError for a row."""
     return DataError(where, expected=expected, got=got, remedy=remedy)

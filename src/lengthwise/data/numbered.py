@@ -1,7 +1,7 @@
 """Rows of files by number: one pass finds the start of every row, then any row is read alone.
 
-Lines are read from the open file, tables are mapped. gzip, Zstandard and Parquet are first written to an unnamed
-temporary file, which ends with its process. Memory: 8 bytes a line.
+Lines are read from the open file, tables are mapped. gzip, Zstandard and Parquet are first copied to an unnamed
+temporary file, which ends with the process. Memory: 8 bytes a line.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LINE_END = 10
 
 
 class HashOrder:
-    """Some parts of all sources, in the order of all rows of the run. A mark is (rows before, lines before).
+    """Some parts of all sources, in the shuffled order of all rows of the run. A mark is (rows before, lines before).
 
-    Rows before: number of rows of the run before these parts. Lines before: number of lines of the first part's file
-    before it. parts: (number of the source, listing). seed: of the order.
+    Rows before: number of rows of the run before these parts. Lines before: number of lines in the first part's file
+    before it. parts: (source number, listing) pairs. seed: seed of the order.
     """
 
     def __init__(self, parts: Sequence[tuple[int, Listing]], *, seed: int) -> None:
@@ -49,7 +49,7 @@ class HashOrder:
         return [[each.num_rows, each.digest] for each in self._rows]
 
     def blocks(self, epoch: int, place: int, mark: Any) -> Iterator[SourceBlock]:
-        """Read the rows of an epoch from a place in its order on, a row a block."""
+        """Read the rows of an epoch from a place in its order on, one row per block."""
         before, line = mark
         firsts, lines = np.cumsum([0, *(each.num_rows for each in self._rows)]).tolist(), list[int]()
         for (_, part), rows in zip(self._parts, self._rows, strict=True):
@@ -68,7 +68,7 @@ class HashOrder:
 
 
 def numbered(listing: Listing) -> _Documents | _Lines | _Table:
-    """Find the rows of a listing, or of a part of a file of lines. DataError for a file that cannot be read."""
+    """Find the rows of a listing, or of a part of a file of lines."""
     if listing.names is not None:
         return _Documents(listing)
     with open_source(listing.root) as file:
@@ -124,9 +124,9 @@ class _Lines:
             raise empty_file(listing)
 
     def _scan(self, first: int, last: int) -> tuple[np.ndarray, str]:
-        """Return the starts of the lines in bytes [first, last) and the last one's end, and the digest of the bytes."""
+        """Return (starts of the lines in bytes [first, last) and end of the last, digest of the bytes)."""
         found, digest = [np.zeros(0 if first else 1, dtype=np.int64)], hashlib.sha256()
-        at = max(0, first - 1)  # a line end there is the start of our first line
+        at = max(0, first - 1)  # a line end there makes `first` the start of a line
         for block in self._blocks(at, last):
             digest.update(block)
             found.append(np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == _LINE_END) + (at + 1))
@@ -143,7 +143,7 @@ class _Lines:
             first += len(block)
 
     def _line_end(self, at: int) -> int:
-        """Return the first byte after the line that byte `at` is of."""
+        """Return the end of the line that has byte `at`."""
         for block in self._blocks(at, 1 << 62):
             if (place := block.find(b"\n")) >= 0:
                 return at + place + 1
@@ -162,7 +162,7 @@ class _Lines:
 class _Table:
     def __init__(self, listing: Listing) -> None:
         self._listing = listing
-        self._file = listing.root.open("rb")  # the mapped file, even if another takes its name
+        self._file = listing.root.open("rb")  # the mapped file, even if another file takes its name
         self._version = version_of(os.fstat(self._file.fileno()))
         try:
             self._batches = mapped_batches(self._file, listing.shown)
@@ -189,5 +189,5 @@ def _copied(blocks: Iterator[bytes]) -> BinaryIO:
         for block in blocks:
             file.write(block)
         file.flush()
-        unfinished.pop_all()  # it stays open for its rows
+        unfinished.pop_all()  # the file stays open for its rows
     return file  # pyright: ignore[reportReturnType]

@@ -1,7 +1,7 @@
 """Tokenize once: sources to a folder of Arrow files (`arrow`), in order, in the processes of the caller.
 
-`OUT.unfinished` is renamed to `OUT` once all files are on the disk. A second try keeps the finished files of a killed
-one, if sources, settings and tokenizer are the same, goes on at the mark of the last one, and ends with the same bytes.
+`OUT.unfinished` is renamed to `OUT` when all files are on the disk. After a kill, a second try with the same sources,
+settings and tokenizer keeps the finished files, reads on from the mark of the last, and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from lengthwise.data.tokens import BAD, EMPTY, REFUSED, Runner, Tokenizing, Toke
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-_FILES = 50  # after so many, files are twice as large: training keeps all of them open
-_TASK_BYTES = 1 << 20  # of source files, for a batch of Arrow
+_FILES = 50  # after so many files they are twice as large: training keeps all of them open
+_TASK_BYTES = 1 << 20  # bytes of source files per Arrow batch
 _WORK, _PLAN = "work", "plan.json"
 _LOOK_SECONDS = 0.2
 _LEFT_OUT = (EMPTY, BAD, TOO_LONG)
@@ -57,7 +57,7 @@ _OF_RUNS = {"weight", "remote", "streaming"}  # settings of a source that change
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToPrepare:
-    """Sources with their config paths and listings, and the tokenizer: all that decides the prepared rows."""
+    """Sources with their config paths and listings, and the tokenizer: everything that decides the prepared rows."""
 
     sources: tuple[DataSource, ...]
     keys: tuple[str, ...]
@@ -68,7 +68,7 @@ class ToPrepare:
     files: tuple[tuple[str, int, int, int], ...]
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of settings, tokenizer, and of path, size, inode and time of each file."""
+        """Return the SHA-256 of settings, tokenizer, and path, size, inode and time of each file."""
         settings = [source.model_dump(mode="json", exclude=_OF_RUNS) for source in self.sources]
         made = None if self.tokenizer is None else asdict(self.tokenizer)
         values = [ENCODING, made, settings, self.vocab_size, self.files]
@@ -76,7 +76,7 @@ class ToPrepare:
 
     @property
     def tokenizing(self) -> Tokenizing:
-        """How rows become tokens."""
+        """The tokenization of the rows."""
         tokenizer = functools.partial(tokenizer_of_process, self.tokenizer_name)
         return Tokenizing(sources=self.sources, keys=self.keys, tokenizer=tokenizer, vocab_size=self.vocab_size)
 
@@ -90,11 +90,11 @@ def to_prepare(
     vocab_size: int | None = None,
     least_bytes: int = 0,
 ) -> ToPrepare | None:
-    """Find all files of all sources; return None if they have fewer than `least_bytes` together.
+    """Find all files of all sources; return None if they have fewer than `least_bytes` in all.
 
-    tokenizer: loads the tokenizer of that name; if it raises ConfigError, a text is an error later. keys: config paths
-    of the sources; if None, data.0 and so on. vocab_size: rows with larger ids are bad; if None, ids are not checked.
-    Raises DataError, or Problems, for missing files, prepared data, streams and weights.
+    tokenizer: function that loads the tokenizer of that name; if it raises ConfigError, a row of text is an error.
+    keys: config paths of the sources (default: data.0 and so on). vocab_size: rows with larger ids are bad; None skips
+    the check. Raises DataError, or Problems, for missing files, prepared data, streams and weights.
     """
     keys = [f"data.{number}" for number in range(len(sources))] if keys is None else keys
     problems, listings = list[DataError](), list[tuple[int, Listing]]()
@@ -146,14 +146,10 @@ def prepare_folder(
     on_progress: Callable[[Progress], None] = lambda _progress: None,
     part_bytes: int = PART_BYTES,
 ) -> tuple[Prepared, bool]:
-    """Prepare sources into the folder `out`; return its description, and whether the same folder was there already.
+    """Prepare sources into the folder `out`; return its description, and True if the same folder existed already.
 
-    run: tokenizes in other processes, or here. wait_seconds: how long to wait for another process that prepares the
-    folder without progress; if None, a folder that is being prepared is an error.
-
-    Raises:
-        LengthwiseError: sources cannot be read, with all bad rows together; or the folder holds something else, is
-            being written by another process, or cannot be written.
+    run: runner that tokenizes, here or in other processes. wait_seconds: time to wait without progress of another
+    process that prepares the folder; None refuses such a folder. All bad rows are reported together.
     """
     out = Path(os.path.abspath(out))
     try:
@@ -165,7 +161,7 @@ def prepare_folder(
         if held is None:
             return read_prepared(out), True
         try:
-            if _is_there(out, plan, overwrite=overwrite):  # by the process that held the lock
+            if _is_there(out, plan, overwrite=overwrite):  # the process that held the lock has prepared it
                 return read_prepared(out), True
             on_start()
             return _prepare(plan, out, run, on_progress, part_bytes), False
@@ -198,7 +194,7 @@ def _hold(lock: Path, out: Path, plan: ToPrepare, wait_seconds: float | None) ->
 
 
 def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
-    """Return whether the same data is there and whole; OutputError for anything else, unless it may be overwritten."""
+    """Return whether the folder has the same data, whole; refuse anything else, unless it may be overwritten."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not is_prepared(out):
@@ -217,9 +213,9 @@ def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
 
 
 def files_in(folder: Path) -> set[Any]:
-    """Return sizes and times of the files in a folder, which show progress."""
+    """Return names, sizes and times of the files in a folder, which show progress."""
     found = set[Any]()
-    with contextlib.suppress(FileNotFoundError):  # it was renamed
+    with contextlib.suppress(FileNotFoundError):  # the file was renamed
         for path in folder.rglob("*"):
             status = path.stat()
             found.add((path, status.st_size, status.st_mtime_ns))
@@ -244,7 +240,7 @@ def _prepare(
             begun.with_suffix(".tmp").replace(begun)
         paths = _write(folder, plan, run, on_progress, part_bytes)
         for path in folder.iterdir():
-            if path.is_file() and path not in paths:  # left by a killed process
+            if path.is_file() and path not in paths:  # a killed process left it
                 path.unlink()
         write_description(folder, _checked(plan, Columns(paths)), schema(), work=folder / _WORK)
     shutil.rmtree(folder / _WORK, ignore_errors=True)
@@ -308,18 +304,18 @@ def _write(
 
 
 def _packed(rows: list[TokenRow]) -> tuple[Any, TokenRow]:
-    """Return the table of rows, and the last of them without its tokens."""
+    """Return (table of the rows, the last row without its tokens)."""
     last = rows[-1]
     return table_of(rows), TokenRow(kind=last.kind, origin=last.origin, share=last.share, mark=last.mark)
 
 
 def _noted(path: Path) -> Path:
-    """Return the path of the note that `path` is whole, with the mark of the rows that follow."""
+    """Return the path of the note that says that `path` is whole and has the mark of the following rows."""
     return path.parent / _WORK / f"{path.name}.whole"
 
 
 def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
-    """Return the description of the prepared rows; raise an error for all bad rows together."""
+    """Return the description of the prepared rows; raise all bad rows together."""
     kinds, origins = columns.numbers("kind"), columns.numbers("origin")
     is_row = kinds != KINDS.index(UNREADABLE)
     refusals, firsts = Refusals(), np.searchsorted(origins[is_row], np.arange(len(plan.listings)))
@@ -358,12 +354,12 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
 
 
 def _together(plan: ToPrepare) -> str:
-    """Return the name of all sources in messages: `data` for data.0 and data.1, the key of a single one."""
+    """Return the config path of all sources, for messages: `data` for data.0 and data.1, the key of a single one."""
     return plan.keys[0] if len(plan.keys) == 1 else plan.keys[0].rpartition(".")[0]
 
 
 def _found(path: Path) -> tuple[str, int, int, int]:
-    """Return the fingerprint of a file; reading reports a missing file."""
+    """Return (path, size, inode, time) of a file; a missing file is reported when it is read."""
     try:
         status = path.stat()
     except OSError:

@@ -17,9 +17,9 @@ from lengthwise.core.files import found_at, read_json, sync
 
 NAME, PREPARED = "lengthwise.json", "lengthwise.prepared/1"
 UNFINISHED = ".unfinished"
-ENCODING = 3  # to be raised when the same text gets other ids or labels than before
+ENCODING = 3  # raise it when the same text gets other ids or labels than before
 AGAIN = "Delete the folder and prepare it again: lengthwise prepare (in the cache: start the run again)."
-_BEFORE = "lengthwise-store.json"  # of versions that had files of their own
+_BEFORE = "lengthwise-store.json"  # of versions with a file format of their own
 _STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 _FromZero = Annotated[int, Field(ge=0)]
 _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -27,7 +27,7 @@ _Hex = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsedTokenizer:
-    """The tokenizer of prepared rows. template: the digest of its chat template."""
+    """The tokenizer of prepared rows. template: digest of its chat template."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
@@ -38,11 +38,12 @@ class UsedTokenizer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A prepared folder. fingerprint: of sources, settings and tokenizer. data: the digest of all rows (`digests`).
+    """A prepared folder.
 
-    tables: the digest of lengths, loss tokens, loss weights and row digests. encoding: the version of our code that
-    turns texts into ids and labels. kinds: rows of each kind. tokenizer: None if no row is text. largest_id_row: the
-    row of `largest_id`. origins: first row and label of each listing. files: bytes of each Arrow file.
+    fingerprint: SHA-256 of sources, settings and tokenizer. data: digest of all rows (`digests`). tables: digest of
+    lengths, loss tokens, loss weights and row digests. encoding: version of our code from texts to ids and labels.
+    kinds: number of rows of each kind. tokenizer: None if no row is text. largest_id_row: row of `largest_id`. origins:
+    first row and label of each listing. files: size of each Arrow file in bytes.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -66,13 +67,13 @@ class Prepared:
     files: Mapping[Annotated[str, Field(pattern=r"^rows-[0-9a-z_]+\.arrow$")], _FromZero]
 
     def to_json(self) -> str:
-        """Return the text of its file, with a digest of the values."""
+        """Return the text of the description file, with a digest of the values."""
         return signed(asdict(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Share of the sources that is prepared, from 0 to 1. found: the share that an earlier try prepared."""
+    """Progress of preparing. done: prepared share of the sources, 0 to 1. found: share that an earlier try prepared."""
 
     done: float
     found: float
@@ -92,14 +93,14 @@ def _digest_of(values: Mapping[str, object]) -> str:
 
 
 def is_prepared(path: Path) -> bool:
-    """Return whether a path is prepared data, finished or not, of this version or an earlier one."""
+    """Return whether a path is prepared data, finished or not, of any version."""
     return any((path / name).is_file() for name in (NAME, _BEFORE)) or (
         path.name.endswith(UNFINISHED) and path.is_dir()
     )
 
 
 def prepared_with(path: Path) -> str | None:
-    """Return the name of the tokenizer of a prepared folder; None if it has ids alone, or is no prepared folder."""
+    """Return the tokenizer's name of a prepared folder; None if it has ids alone, or is no prepared folder."""
     if not (path / NAME).is_file():
         return None
     made = read_prepared(path).tokenizer
@@ -107,10 +108,7 @@ def prepared_with(path: Path) -> str | None:
 
 
 def read_prepared(folder: Path) -> Prepared:
-    """Return the description of a prepared folder, after a check of its files' sizes.
-
-    Raises DataError if it is not finished, of an earlier version, or damaged.
-    """
+    """Return the description of a prepared folder, after a check of its files' sizes."""
     path = folder / NAME
     if not path.is_file():
         if (folder / _BEFORE).is_file():
@@ -141,7 +139,7 @@ def read_prepared(folder: Path) -> Prepared:
 
 
 def write_description(folder: Path, made: Prepared, schema: Any, *, work: Path) -> None:
-    """Write the files that `datasets.load_from_disk` reads; last, our own."""
+    """Write the files that `datasets.load_from_disk` reads, then our own."""
     from datasets import DatasetInfo, Features
 
     DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder))

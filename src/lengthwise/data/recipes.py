@@ -1,9 +1,9 @@
-"""Lengths of published data sets, drawn again: for planning and simulating without any data.
+"""Lengths of published data sets, drawn again, to plan and simulate without any data.
 
 `recipes.json` names the sets and their sources: token shares of power-of-two bins, or lognormals with a cap. Bins are
-filled from the longest down, each passing what it is over or under to the next; the last length is cut so that the sum
-is `tokens`, and all are shuffled. PCG64 with IEEE sums and products only (a library's exp differs between machines), so
-that (recipe, tokens, seed) names the same lengths everywhere.
+filled from the longest down; each passes its surplus or shortage to the next. The last length is cut to the sum
+`tokens`, then all are shuffled. Only PCG64 and IEEE sums and products are used (a library's exp differs between
+machines), so (recipe, tokens, seed) gives the same lengths everywhere.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lengthwise.core.sizes import MOST, read_whole
 _FILE = read_package_json("lengthwise.data", "recipes.json")
 _SETS: Mapping[str, Any] = {name: value for name, value in _FILE.items() if isinstance(value, dict)}
 RECIPES = tuple(_SETS)
-_BLOCK = 1024  # lengths drawn at a time
+_BLOCK = 1024  # lengths per draw
 _MOST_TOKENS = 10**12
 _SHORTEST_LOGNORMAL = 16
 _LENGTH = "a whole number of at least 1, at most 2^53"
@@ -35,10 +35,8 @@ _NAMED = 5  # wrong lengths named in one message; the others are counted
 def draw_lengths(recipe: str, tokens: int, seed: int, longest_tokens: int | None = None) -> list[int]:
     """Draw lengths of a published set, one of `RECIPES`, that sum to `tokens`, in random order.
 
-    Draws longer than `longest_tokens` are clipped to it, as where a cluster cannot hold them.
-
-    Raises:
-        ConfigError: an unknown recipe (the nearest is named), or a number out of range.
+    Draws longer than `longest_tokens` are clipped to it. Raises ConfigError for an unknown recipe or a number out of
+    range.
     """
     if recipe not in _SETS:
         raise unknown_name("recipe", recipe, RECIPES)
@@ -66,7 +64,7 @@ def _draw_bins(draws: Mapping[str, Any], tokens: int, cap: int, rng: np.random.G
         if number == 0:
             wanted = tokens - sum(int(part.sum()) for part in parts)
         part = _draw_until(lambda: np.minimum(_log_uniform(edges[number], upper, rng), cap), wanted)  # noqa: B023
-        if number:  # nearest: the last one stays only if that is closer than leaving it out
+        if number:  # the last one stays if the sum is nearer with it
             over = int(part.sum()) - wanted
             part = part[:-1] if len(part) and over > part[-1] / 2 else part
         parts.append(part)
@@ -75,7 +73,7 @@ def _draw_bins(draws: Mapping[str, Any], tokens: int, cap: int, rng: np.random.G
 
 
 def _draw_until(draw: Any, wanted: float) -> NDArray[np.int64]:
-    """Draw blocks of lengths and keep as many as it takes to reach `wanted` tokens."""
+    """Draw blocks of lengths, and return the first that reach `wanted` tokens."""
     parts: list[NDArray[np.int64]] = []
     total = 0
     while total < wanted:
@@ -88,7 +86,7 @@ def _draw_until(draw: Any, wanted: float) -> NDArray[np.int64]:
 
 
 def _log_uniform(lower: int, upper: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw a block of log-uniform lengths in [lower, upper); all `lower` where the two are equal.
+    """Draw a block of log-uniform lengths in [lower, upper); all are `lower` if the two are equal.
 
     A length is lower x 2^k x m, k a whole number, m in [1, 2) accepted with probability 1 / m.
     """
@@ -117,7 +115,7 @@ def _draw_lognormal(draws: Mapping[str, Any], tokens: int, cap: int, rng: np.ran
 
 
 def _exp(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return e to the power of values, by sums and products only: the same bits on every machine."""
+    """Return e to the power of values, by sums and products alone: the same bits on every machine."""
     twos = np.floor(values / math.log(2) + 0.5)
     rest = values - twos * math.log(2)
     result = np.ones_like(values)
@@ -127,7 +125,7 @@ def _exp(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _cut_to(lengths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
-    """Keep the first lengths, the last of them cut, so that their sum is `tokens`."""
+    """Return the first lengths that sum to `tokens`, the last of them cut."""
     sums = np.cumsum(lengths)
     last = int(np.searchsorted(sums, tokens))
     kept = lengths[: last + 1].copy()
@@ -138,9 +136,7 @@ def _cut_to(lengths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
 def lengths_from_file(path: str | Path) -> list[int]:
     """Read lengths: a JSON list of whole numbers, or an object with recipe, tokens and seed.
 
-    Raises:
-        DataError: a file that cannot be read, a key twice, or a bad entry; file and index are named.
-        Problems: several of these.
+    Raises DataError, or Problems, for a file that cannot be read, a repeated key or a bad entry; names file and index.
     """
     where = str(path)
     try:

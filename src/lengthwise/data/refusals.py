@@ -7,7 +7,7 @@ import re
 from lengthwise.core.errors import DataError, raise_problems
 
 _SHOWN = 20
-_LINE = re.compile(r":\d+$")  # of a row's place in its file
+_LINE = re.compile(r":\d+$")  # place of a row in its file
 
 
 class Refusals:
@@ -21,7 +21,7 @@ class Refusals:
         return self._count
 
     def add(self, error: DataError, times: int = 1) -> None:
-        """Note an error that occurred `times` times."""
+        """Add an error that occurred `times` times."""
         self._count += times
         kind = (_LINE.sub("", error.where), error.expected, error.got)
         first, count = self._kept.get(kind, (error, 0))
@@ -29,7 +29,7 @@ class Refusals:
             self._kept[kind] = (first, count + times)
 
     def raise_all(self, key: str) -> None:
-        """Raise the noted errors, if any. key: the config path of the sources."""
+        """Raise the errors, if any. key: config path of the sources."""
         problems = []
         for first, count in self._kept.values():
             got = first.got + (f" (and in {count - 1} more rows)" if count > 1 else "")

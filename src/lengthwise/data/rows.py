@@ -16,7 +16,7 @@ from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.messages import Chat, chat_of, is_like_labels, refuse_row, shown
 
 _LARGEST_ID = 2**31 - 1
-LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a token: beyond them sums of single precision lose the other tokens
+LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a token: beyond these limits single-precision sums lose the other tokens
 _ROWS = '{"text": ...}, {"input_ids": [...]} or {"input_ids": [...], "labels": [...]}'
 _OTHER_ROWS = '{"messages": [...]} or {"prompt": ..., "completion": ...}'
 # What makes a row; the first that is there
@@ -29,10 +29,10 @@ _IMAGES = ("image", "images", "video", "videos", "audio", "audios", *_PIXELS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
-    """One document before tokenization: text, the bytes of a Python file, a chat, a prompt with its completion, or ids
-    with labels of their own or none, and weights, float32, where some are neither 0 nor 1.
+    """One document before tokenization: text, a Python file's bytes, a chat, a prompt with its completion, or ids.
 
-    empty: what is empty about the row, in words; "" if nothing is.
+    labels: labels of ids, None if they are the ids. weights: float32, None if all are 0 or 1. empty: the empty part of
+    the row, in words, "" if none.
     """
 
     where: str
@@ -47,7 +47,7 @@ class RawRow:
 
 
 class RowParser:
-    """Parses rows; ids have to be below `vocab_size`, or below 2^31 if it is None."""
+    """Parses rows; ids must be below `vocab_size`, 2^31 if None."""
 
     def __init__(self, vocab_size: int | None) -> None:
         self._limit = _LARGEST_ID + 1 if vocab_size is None else vocab_size
@@ -55,14 +55,14 @@ class RowParser:
         self._decoder = json.JSONDecoder(parse_constant=self._note_constant, object_pairs_hook=unique_keys)
 
     def parse(self, line: bytes, *, where: str, offset: int, last: bool) -> RawRow:
-        """Check one line; `offset` is its first byte in the file, `last` that no line end follows."""
+        """Parse one line. offset: position of its first byte in the file. last: True if no line end follows."""
         if not line.strip():
             return RawRow(where=where, empty="a blank line")
         values = self._decode(decode_utf8(line, where=where, offset=offset), where, last)
         if not isinstance(values, dict):
             raise refuse_row(where, f"an object, {_ROWS}", f"{shown(values)}")
         row = self._row(values, where)
-        if self._constants:  # after the columns we read, whose message names the position
+        if self._constants:  # checked after our columns, whose message names the position
             raise refuse_row(where, "JSON", f"{self._constants[0]}, which JSON does not have")
         return row
 
@@ -71,7 +71,7 @@ class RowParser:
         return self._row(values, where)
 
     def _row(self, values: Mapping[str, Any], where: str) -> RawRow:
-        kinds = (*_MAIN, "completion")  # null is how a table writes that a row has another one
+        kinds = (*_MAIN, "completion")  # a table has null where a row has no such column
         there = {name: value for name, value in values.items() if value is not None or name not in kinds}
         values = there if any(name in there for name in _MAIN) else dict(values)
         _check_columns(values, where)
@@ -85,12 +85,12 @@ class RowParser:
         try:
             return self._decoder.decode(text)
         except json.JSONDecodeError as error:
-            column = min(error.pos, len(text.rstrip())) + 1  # at the line's end, not at the start of the next
+            column = min(error.pos, len(text.rstrip())) + 1  # at the end of the line, not at the start of the next
             cut = "; the file ends inside this line, is it cut off?" if last else ""
             raise refuse_row(
                 where, "JSON", f"broken JSON: {error.msg.removesuffix(' at')} at column {column}{cut}"
             ) from None
-        except ValueError as error:  # a key twice, or a number of thousands of digits
+        except ValueError as error:  # a repeated key, or a number of thousands of digits
             raise refuse_row(where, "JSON", str(error)) from None
         except RecursionError:
             raise refuse_row(where, "JSON of a few levels", "nesting too deep to read") from None
@@ -130,7 +130,7 @@ class RowParser:
         raise self._bad_id(values, column, where)
 
     def _bad_id(self, values: Iterable[object], column: str, where: str) -> DataError:
-        """Name the first entry that is no id: the slow way, taken only when one is there."""
+        """Return the error for the first entry that is no id; slow, so called only if there is one."""
         for position, value in enumerate(values):
             whole = type(value) is int
             if whole and (0 <= value < self._limit or (column == "labels" and value == NO_LOSS)):
@@ -143,16 +143,16 @@ class RowParser:
 
 
 def _weighed(ids: np.ndarray, weights: object, where: str) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return labels, int32 [length]: the ids, `NO_LOSS` where the weight is 0, and the weights, float32 [length].
+    """Return labels, int32 [length], the ids but `NO_LOSS` for weight 0, and weights, float32 [length].
 
-    A weight is of the token that is predicted, as a label is. No weights are returned where all are 0 or 1: the labels
-    say the same.
+    A weight belongs to the predicted token, as a label does. Weights that are all 0 or 1 become None: the labels say
+    the same.
     """
     if not isinstance(weights, list):
         raise refuse_row(where, '"weights" to be a list of numbers', shown(weights))
     if len(weights) != len(ids):
         raise refuse_row(where, f'"weights" as long as "input_ids", {len(ids)}', f"{len(weights)} weights")
-    right = set(map(type, weights)) <= {int, float}  # true and false are none
+    right = set(map(type, weights)) <= {int, float}  # true and false are no weights
     if not right or not all(value == 0 or LEAST_WEIGHT <= value <= MOST_WEIGHT for value in weights):
         position, value = next(
             (position, value)
@@ -176,7 +176,7 @@ def decode_utf8(raw: bytes, *, where: str, offset: int = 0) -> str:
 
 
 def _check_columns(values: dict[str, Any], where: str) -> None:
-    """Ask for text, or input_ids and perhaps labels; other columns are the user's own, unless they look like labels."""
+    """Require text, or input_ids with optional labels; other columns are allowed unless they look like labels."""
     if "text" in values and ("input_ids" in values or "labels" in values):
         other = "input_ids" if "input_ids" in values else "labels"
         raise refuse_row(where, _ROWS, f'"text" and "{other}" in one row', "Keep one of them.")
@@ -201,8 +201,9 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
 
 
 def _refuse_not_yet(values: Mapping[str, Any], where: str) -> None:
-    """Name what is known of other trainers and is not trained on yet; beside text or ids it is the user's own, unless
-    it is what a processor of images makes.
+    """Refuse columns of other trainers that are not supported.
+
+    Beside text or ids they are allowed, unless a processor of images makes them.
     """
     own = "text" in values or "input_ids" in values
     for names, kind in (
@@ -237,7 +238,7 @@ def _chat_row(values: Mapping[str, Any], where: str) -> RawRow:
 
 
 def _says_nothing(name: str, value: object, values: dict[str, Any]) -> bool:
-    """Return whether a column that looks like labels changes nothing: null, a class beside text, or the default."""
+    """Return whether a column that looks like labels has no effect: null, a class beside text, or the default."""
     if isinstance(value, list):
         n = len(value)
         anyway = {"attention_mask": [1] * n, "token_type_ids": [0] * n, "position_ids": [*range(n)]}

@@ -1,12 +1,12 @@
-"""Which sequences each step takes: a pure function of lengths and config, the same on every machine and rank count.
+"""The sequences of each step: a pure function of lengths and config, equal on every machine and at any rank count.
 
 An epoch orders ids by a 64-bit hash of (seed, epoch, id): the finaliser of splitmix64 (Steele, Lea, Flood 2014) applied
-three times. It is a bijection, so no two ids of an epoch meet, and it owes nothing to a library's generator that may
-change between versions. 10M ids take about two seconds.
+three times. It is a bijection, so no two ids of an epoch meet, and no change of a library's generator can change it.
+10M ids take about two seconds.
 
-A source of weight w gives row i of n, at place p(i) of an order of the source, floor(w (e + 1) + p(i) / n) -
-floor(w e + p(i) / n) times to epoch e: each row comes floor(w) or ceil(w) times an epoch, and w times on average, over
-epochs and, within one, over the rows of the source.
+A source of weight w gives row i of n, at place p(i) of an order of the source, floor(w (e + 1) + p(i) / n) - floor(w e
++ p(i) / n) times to epoch e: each row comes floor(w) or ceil(w) times an epoch, and w times on average, over epochs
+and, within one, over the rows of the source.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from lengthwise.config.schema import RunConfig
 
 _MASK = (1 << 64) - 1
-_NO_EPOCH = 1 << 63  # the order in which rows of a source take turns
+_NO_EPOCH = 1 << 63  # epoch number of the order that decides which rows of a weighted source an epoch takes
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 Position: TypeAlias = tuple[int, int] | tuple[int, int, str]
-"""An epoch, a place in its order of all rows, and for streams a mark to read from (`data/feed_order.py`)."""
+"""(epoch, place in its order of all rows), and for streams a mark to read from (`data/feed_order.py`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Batch:
-    """The sequences of one step in ledger order; `step` from 1, `epoch` from 0, `ids` int64.
+    """The sequences of one step in ledger order; `step` counts from 1, `epoch` from 0, `ids` are int64.
 
-    end: where the next step begins, if rows come from feeds. digest: of the rows, if they come from feeds.
+    end, digest: start of the next step and digest of the rows, if rows come from feeds; else None.
     """
 
     step: int
@@ -50,7 +50,7 @@ class Batch:
 
 
 def epoch_order(ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
-    """Permute distinct `ids` (int64, not negative) for one epoch."""
+    """Return distinct `ids` (int64, not negative) in the order of an epoch."""
     return np.asarray(ids)[np.argsort(epoch_keys(ids, seed=seed, epoch=epoch), kind="stable")]
 
 
@@ -61,14 +61,14 @@ def epoch_keys(ids: np.ndarray, *, seed: int, epoch: int) -> np.ndarray:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    values = values + np.uint64(_GAMMA)  # arrays of whole numbers wrap around, as the definition wants
+    values = values + np.uint64(_GAMMA)  # whole numbers wrap around, as the definition requires
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_FIRST)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_SECOND)
     return values ^ (values >> np.uint64(31))
 
 
 def no_loss(where: str, rows: str) -> DataError:
-    """Return the error for a step of rows without any loss."""
+    """Return the error for a step without a loss."""
     remedy = "Enlarge global_batch, or leave out sequences of one token and fully masked ones."
     return DataError(
         where, expected="at least one token with a label in a global batch", got=f"none in {rows}", remedy=remedy
@@ -76,11 +76,11 @@ def no_loss(where: str, rows: str) -> DataError:
 
 
 class Batches:
-    """The steps of stored rows, made lazily: iterating sorts one epoch at a time and may be started over.
+    """The steps of stored rows. An iteration sorts one epoch at a time and may be repeated.
 
-    A step takes the next ids of the epoch's order: as many as `global_batch.sequences`, or as many whole sequences as
-    fit `global_batch.tokens` and at least one. No step crosses an epoch, so the last of an epoch may be smaller.
-    known: the rows that forecasts and limits use: all rows if `is_known`.
+    A step takes the next ids of the epoch's order: `global_batch.sequences`, or as many whole sequences as fit
+    `global_batch.tokens`, at least one. No step crosses an epoch, so the last of an epoch may be smaller. known: rows
+    that forecasts and limits use, all rows if `is_known`.
     """
 
     is_known = True
@@ -110,12 +110,12 @@ class Batches:
             epoch += 1
 
     def after(self, step: int, position: Position | None = None) -> Iterator[Batch]:
-        """Yield the steps after the first `step`; `position` is not needed."""
+        """Yield the steps after the first `step`; stored rows need no `position`."""
         del position
         return islice(self, step, None)
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the ids of an epoch in order, each as often as the weight of its source says."""
+        """Return the ids of an epoch in order, each repeated by the weight of its source."""
         if not self._is_weighted:
             return epoch_order(self._ids, seed=self._config.seed, epoch=epoch)
         rows = len(self._lengths)
@@ -124,17 +124,17 @@ class Batches:
 
     @property
     def most_copies(self) -> int:
-        """The most times that an epoch takes a row."""
+        """Largest number of times that an epoch takes a row."""
         return max((math.ceil(weight) for _, weight in self._weights), default=1)
 
     @property
     def first_lengths(self) -> list[int]:
-        """The lengths of the first global batch."""
+        """Lengths of the first global batch."""
         return self._lengths[next(iter(self)).ids].tolist()
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens that a global batch can have."""
+        """Largest possible number of tokens of a global batch."""
         lengths, asked = np.sort(self._lengths[self._ids])[::-1], self._config.global_batch
         if asked.tokens is not None:
             return max(int(lengths[0]), asked.tokens)
@@ -157,7 +157,7 @@ class Batches:
             raise no_loss(where, rows)
 
     def _taken(self, epoch: int, number: int) -> np.ndarray:
-        """Return what an epoch takes of a source: ids; the n-th repetition of an id is the id plus n times all rows."""
+        """Return the ids that an epoch takes of a source; the n-th repetition of id i is i + n x (number of rows)."""
         (first, weight), rows = self._weights[number], len(self._lengths)
         last = self._weights[number + 1][0] if number + 1 < len(self._weights) else rows
         ids = self._ids[np.searchsorted(self._ids, first) : np.searchsorted(self._ids, last)]
@@ -171,7 +171,7 @@ class Batches:
 
     @cached_property
     def num_steps(self) -> int:
-        """Count the steps of the run. Cost: one sort an epoch if steps are by tokens."""
+        """Number of steps of the run. Cost: one sort an epoch if steps are by tokens."""
         steps, epochs = self._config.steps, self._config.epochs
         if steps is not None:
             return steps
@@ -182,12 +182,12 @@ class Batches:
         return sum(sum(1 for _ in self._cuts(self.order(epoch))) for epoch in range(epochs))
 
     def steps_of_zero(self, values: np.ndarray) -> tuple[Batch | None, int]:
-        """Return the first step whose `values`, (rows,), are all zero (None if none), and the number of such steps."""
+        """Return (first step whose `values`, (rows,), are all zero, or None, number of such steps)."""
         found, number, done, epoch = None, 0, 0, 0
         most = np.iinfo(np.int64).max if self._config.steps is None else self._config.steps
         while done < most and (self._config.epochs is None or epoch < self._config.epochs):
             order = self.order(epoch)
-            if not len(order):  # an epoch may take none of rows of small weights
+            if not len(order):  # weights below 1 may leave an epoch empty
                 epoch += 1
                 continue
             cuts = np.array(list(self._cuts(order)))
@@ -199,7 +199,7 @@ class Batches:
         return found, number
 
     def _cuts(self, order: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Yield the first and last place in `order` of every step."""
+        """Yield (first, end) places in `order` of every step."""
         sequences, tokens = self._config.global_batch.sequences, self._config.global_batch.tokens
         if sequences is not None:
             for first in range(0, len(order), sequences):

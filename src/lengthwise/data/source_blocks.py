@@ -1,7 +1,6 @@
-"""Files read in order, as blocks of rows that are not parsed yet. Processes that tokenize parse them.
+"""Files read in order, as blocks of unparsed rows, which the processes that tokenize parse.
 
-A block is about 64 KB of lines, 256 rows of a table, or one document. It carries a mark, from which to read the next
-rows.
+A block is about 64 KB of lines, 256 rows of a table, or one document. Its mark says where the next rows begin.
 """
 
 from __future__ import annotations
@@ -23,20 +22,20 @@ BLOCK_BYTES = 1 << 16
 _COPY_BYTES = 4 << 20
 _VALUE_BYTES = 4096  # of a row of values, about
 
-# Rows of training data in a .json file: one of these among the first keys of an object, alone or first of an array.
+# Rows of training data in a .json file have one of these among the first keys of an object, alone or first of an array.
 _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|conversations|prompt|instruction)"\s*:')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceBlock:
-    """Rows of a source that were read together.
+    """Consecutive rows of a source.
 
-    kind: what content has: `lines` with their line ends, an Arrow stream (`table`), rows as `values` by column or an
-    error, the bytes of a document (`text`, `python`), the DataError of a file (`error`), None at the `end` of an epoch.
-    label: the file's name in names of rows. shown: its name in messages. first: the number of the first row in its
-    file, from 1. offset: the byte at which `lines` begin. name: the document's name, None for rows. share: the part of
-    its file that was read so far, 0 to 1. mark: the place of the file's next rows, for `read_blocks`. source: number of
-    the source. origin: number of the listing.
+    kind: kind of `content`: `lines` with line ends, an Arrow stream (`table`), rows as `values` by column or an error,
+    bytes of a document (`text`, `python`), DataError of a file (`error`), None at the `end` of an epoch. label: name of
+    the file in names of rows. shown: its name in messages. first: number of the first row in its file, from 1. offset:
+    byte at which `lines` begin. name: name of the document, None for rows. share: share of its file read so far, 0 to
+    1. mark: place of the file's next rows, for `read_blocks`. source: number of the source. origin: number of the
+    listing.
     """
 
     kind: Literal["lines", "table", "values", "text", "python", "error", "end"]
@@ -53,7 +52,7 @@ class SourceBlock:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the content, about."""
+        """Size of the content in bytes, about."""
         if isinstance(self.content, bytes):
             return len(self.content)
         if self.kind == "lines":
@@ -61,7 +60,7 @@ class SourceBlock:
         return _VALUE_BYTES * len(self.content) if self.kind == "values" else 0
 
     def rows(self, parser: RowParser) -> Iterator[RawRow | DataError]:
-        """Yield the parsed rows, with an error in place of a bad one."""
+        """Yield the parsed rows, an error for a bad one."""
         if self.kind in ("text", "python"):
             yield _document(self.content, self.shown, python=self.kind == "python")
         elif self.kind == "lines":
@@ -82,12 +81,12 @@ class BlockGroup(tuple[SourceBlock, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        """Describe the task, for messages."""
+        """Return the description of the task, for messages."""
         return f"tokenizing {self[0].shown} from row {self[0].first} on"
 
 
 def together(blocks: Iterator[SourceBlock], task_bytes: int) -> Iterator[BlockGroup]:
-    """Group small blocks."""
+    """Yield groups of blocks of at least `task_bytes`."""
     found, held = list[SourceBlock](), 0
     for block in blocks:
         found.append(block)
@@ -117,7 +116,7 @@ def _document(raw: bytes, where: str, *, python: bool) -> RawRow | DataError:
 def read_blocks(listing: Listing, mark: Sequence[int] | None = None) -> Iterator[SourceBlock]:
     """Read a listing from a mark on; a wrong file becomes a block of kind `error`.
 
-    mark: (first byte, rows before it) of lines; twice the number of rows read of a table or of documents.
+    mark: (first byte, rows before it) of lines; (rows read, rows read) of a table or of documents.
     """
     first, before = mark or (0, 0)
     if listing.names is None:
@@ -174,13 +173,13 @@ def _of_file(listing: Listing, first: int, before: int) -> Iterator[SourceBlock]
 
 
 def empty_file(listing: Listing) -> DataError:
-    """Return the error for a file of lines that has none."""
+    """Return the error for a file without lines."""
     remedy = "Take it out of {data|`data`}, or fill it."
     return DataError(listing.shown, expected="rows", got="an empty file", remedy=remedy)
 
 
 def _skip(file: BufferedReader, num_bytes: int) -> None:
-    """Skip bytes; unpacked ones of a packed file."""
+    """Skip bytes, of the unpacked content if the file is packed."""
     if file.seekable():
         file.seek(num_bytes)
         return

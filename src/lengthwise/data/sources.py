@@ -1,7 +1,6 @@
 """Data sources to files of rows: JSON lines, tables, datasets, folders of text, the Python standard library.
 
-A source is a list of `Listing`s, in a fixed order. Wrong files are reported together, so that a user corrects them at
-once.
+A source is a list of `Listing`s in a fixed order. All wrong files are reported together.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ from lengthwise.data.tables import (
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-HEAD = 4096  # bytes of a file that show its kind
+HEAD = 4096  # first bytes of a file, which show its kind
 GZIP = b"\x1f\x8b"
-PACKED = (GZIP, ZSTANDARD)  # how packed lines begin
-_BEGINS = (b"{", b"\xef")  # lines of JSON, with a byte order mark too, which the first row's error names
+PACKED = (GZIP, ZSTANDARD)  # first bytes of packed lines
+_BEGINS = (b"{", b"\xef")  # first bytes of JSON lines; the error of the first row names a byte order mark
 _AS_LINES = """Write an object a line, CSV for example by: python -c "import pandas; pandas.read_csv('NAME', \
 dtype=str, keep_default_na=False).to_json('NAME.jsonl', orient='records', lines=True)\""""
 PART_BYTES = 16 << 20  # of tokens or source files
@@ -46,7 +45,7 @@ PART_BYTES = 16 << 20  # of tokens or source files
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 _ENDINGS_OF_ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # of files in a folder
-_BESIDE_ROWS = re.compile(r"(README|LICENSE)(\.\w+)?|dataset_infos?\.json", re.IGNORECASE)  # are no data, say hubs
+_BESIDE_ROWS = re.compile(r"(README|LICENSE)(\.\w+)?|dataset_infos?\.json", re.IGNORECASE)  # of hubs, without data
 
 Report = Callable[[DataError], None]
 
@@ -55,9 +54,9 @@ Report = Callable[[DataError], None]
 class Listing:
     """A file of rows, or documents in order.
 
-    root: the file of rows, or the folder of documents. label: its name in names of rows. names: paths of documents
-    below `root`, None for a file of rows. python: whether documents are Python. part: bytes [first, last) of `root`, of
-    which the lines that begin there are read; None for the whole file.
+    root: file of rows, or folder of documents. label: its name in names of rows. names: paths of documents below
+    `root`, None for a file of rows. python: True for Python documents. part: bytes [first, last) of `root`, for the
+    lines that begin there; None for the whole file.
     """
 
     root: Path
@@ -68,26 +67,26 @@ class Listing:
 
     @property
     def paths(self) -> list[Path]:
-        """The files that are read."""
+        """All files of the listing."""
         return [self.root] if self.names is None else [self.root / name for name in self.names]
 
     @property
     def goes_on(self) -> bool:
-        """Whether the part does not begin at the start of its file."""
+        """Whether the part begins after the start of its file."""
         return self.part is not None and self.part[0] > 0
 
     @property
     def shown(self) -> str:
-        """What messages call the file or folder."""
+        """Name of the file or folder in messages."""
         return printable_name(self.root)
 
     def shown_name(self, name: str) -> str:
-        """Return what messages call a document."""
+        """Return the name of a document in messages."""
         return printable_name(self.root / name)
 
 
 def list_source(source: DataSource, report: Report) -> list[Listing]:
-    """Find the files of a source, sorted by path: one listing for each file of rows, or one of all documents."""
+    """Find the files of a source, sorted by path: one listing per file of rows, or one for all documents."""
     if source.python_stdlib:
         root, label = Path(sysconfig.get_paths()["stdlib"]), "python_stdlib"
         names = [name for name in _walk(root, _STDLIB_LEFT_OUT, report) if name.endswith(".py")]
@@ -116,7 +115,7 @@ def list_source(source: DataSource, report: Report) -> list[Listing]:
 
 
 def raw_listings(source: DataSource, key: str, word: str, report: Report) -> list[Listing]:
-    """Find the files of a source that a run reads while it trains; report prepared data. word: the key that asks so."""
+    """Find the files of a source that is read during training; report prepared data. word: `remote` or `streaming`."""
     if source.path is not None and is_prepared(source.path):
         remedy = f"Take `{word}` out: it has ids, which are read from the disk as they are needed."
         report(DataError(key, expected=f"raw rows, for `{word}`", got="prepared data", remedy=remedy))
@@ -145,9 +144,9 @@ def _list_saved(folder: Path, label: str, report: Report) -> list[Listing]:
 
 
 def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
-    """Return paths of the regular files below `root`, with slashes; hidden ones and links are left out.
+    """Return paths of the regular files below `root`, with slashes, without hidden files and links.
 
-    A link inside the folder would repeat a document and one that leads out of it could read anything.
+    A link inside the folder would repeat a document; one that leads out of it could read anything.
     """
 
     def refuse(error: OSError) -> None:
@@ -169,7 +168,7 @@ def is_table(file: BufferedReader) -> bool:
 
 
 def check_lines(file: BufferedReader, path: Path) -> None:
-    """Raise DataError for an open, unpacked file that is an array, or none of whose first lines is an object."""
+    """Raise DataError for an open, unpacked file that is an array, or whose first lines have no object."""
     head = file.peek(HEAD)[:HEAD]
     has_objects = any(line.lstrip().startswith(_BEGINS) for line in head.split(b"\n"))
     if head.strip() and (head.lstrip()[:1] == b"[" or not has_objects):
@@ -192,7 +191,7 @@ def parts_of(listing: Listing, most_bytes: int) -> list[Listing]:
 
 
 def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Cut a list of sizes into runs of about `most` bytes."""
+    """Yield [first, last) of runs of about `most` bytes."""
     first = held = 0
     for number, size in enumerate(sizes):
         held += size
@@ -205,11 +204,11 @@ def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
 def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
     """Open a regular file to read it whole; DataError if the system refuses, or if the file changes meanwhile.
 
-    rows: allow tables, and unpack gzip and Zstandard.
+    rows: True allows tables, and unpacks gzip and Zstandard.
     """
     shown = printable_name(path)
     try:
-        if not path.is_file():  # a pipe would block, a device never end
+        if not path.is_file():  # a pipe would block, a device would never end
             got = "something else" if path.exists() else "nothing there"
             raise DataError(shown, expected="a regular file", got=got, remedy="Correct the path.")
         with path.open("rb") as file:

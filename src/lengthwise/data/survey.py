@@ -1,4 +1,4 @@
-"""Figures of a dataset: lengths, loss tokens, copies, and one row with its mask; and checks of its longest rows."""
+"""Figures of a dataset (lengths, loss tokens, copies, one row with its mask), and checks of its longest rows."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
 from lengthwise.data.dataset import NO_LOSS, Dataset
 
-_SHOWN = 5  # rows in one message
-_LOOKED_AT = 1 << 16  # rows among which one with labels of its own is looked for
+_SHOWN = 5  # rows named in one message
+_LOOKED_AT = 1 << 16  # rows in which `masked_row` looks for labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Copies:
-    """Rows that copy an earlier one. original, first_copy: the most copied row and its first copy; -1 if none."""
+    """Rows that copy an earlier one.
+
+    original, first_copy: most copied row and its first copy, -1 if none. most: number of its copies.
+    """
 
     rows: int
     tokens: int
@@ -49,7 +52,7 @@ class LossSpan:
 
 
 def survey(dataset: Dataset, *, longest: int) -> Survey:
-    """Count a dataset; `longest` rows are named. Cost: 2 s a million rows in memory, for their digests."""
+    """Count a dataset and name its `longest` longest rows. Cost: 2 s a million rows in memory, for their digests."""
     lengths = np.asarray(dataset.lengths[dataset.ids])
     order = np.argsort(-lengths, kind="stable")[:longest]
     return Survey(
@@ -70,25 +73,25 @@ def rows_over(dataset: Dataset, limit: int) -> np.ndarray:
 
 
 def rows_without_loss(dataset: Dataset) -> np.ndarray:
-    """Return the rows whose tokens all have no loss: they change no update, and take their time."""
+    """Return the rows without any loss, which cost time and change no update."""
     return dataset.ids[dataset.loss_tokens[dataset.ids] == 0]
 
 
 def named(dataset: Dataset, rows: np.ndarray) -> str:
-    """Return the names of the first rows, and how many more there are."""
+    """Return the names of the first rows, and the number of the others."""
     more = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
     return ", ".join(dataset.name(int(row)) for row in rows[:_SHOWN]) + more
 
 
 def masked_row(dataset: Dataset) -> int:
-    """Return the first of some rows with tokens that have no loss beside its first one; without any, the first row."""
+    """Return an early row that has tokens without a loss beside its first; the first row if there is none."""
     looked_at = dataset.ids[:_LOOKED_AT]
     masked = np.flatnonzero(dataset.loss_tokens[looked_at] < dataset.lengths[looked_at] - 1)
     return int(looked_at[masked[0]] if len(masked) else looked_at[0])
 
 
 def stretches(dataset: Dataset, row: int, most_tokens: int) -> list[LossSpan]:
-    """Return the first tokens of a row, cut where a loss begins or ends; the first token never has one."""
+    """Return the first tokens of a row as spans with and without a loss; the first token never has one."""
     ids, labels = dataset.read(row, 0, most_tokens)
     learned = labels != NO_LOSS
     learned[:1] = False
@@ -121,9 +124,9 @@ def _copies(dataset: Dataset, lengths: np.ndarray) -> Copies:
 
 
 def check_fits(dataset: Dataset, *, ranks: int, capacity_tokens: int, cuts: bool = True, stages: int = 1) -> None:
-    """Raise DataError for sequences of more tokens than all ranks hold, or than one does where none is cut.
+    """Raise DataError for sequences longer than all ranks hold, or than one rank holds unless `cuts`.
 
-    The message names the longest five and what would hold them all. `stages`: length of the pipeline that each rank is.
+    The message names the longest five and a capacity that holds all. stages: number of pipeline stages of a rank.
     """
     if not cuts:
         instead = "Raise capacity_tokens, set recompute: layer, take a planner that cuts sequences (lengthwise), or"
@@ -137,7 +140,7 @@ def check_fits(dataset: Dataset, *, ranks: int, capacity_tokens: int, cuts: bool
 
 
 def check_positions(dataset: Dataset, *, positions: int) -> None:
-    """Raise DataError for sequences with more tokens than the model has positions."""
+    """Raise DataError for sequences longer than the model's positions."""
     why = "the model's max_position_embeddings (it looks positions up in a table)"
     _refuse_longer(dataset, positions, why, "Use a model with more positions, or")
 

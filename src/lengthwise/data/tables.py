@@ -1,7 +1,7 @@
-"""Rows of columnar files, as plain values: Parquet, Arrow, and folders that `datasets.save_to_disk` wrote.
+"""Rows of columnar files as plain values: Parquet, Arrow, and folders that `datasets.save_to_disk` wrote.
 
-pyarrow is imported with the first table. One batch of rows is in memory at a time. A table may be read from a row on:
-rows before it in its row group are read and dropped.
+pyarrow is imported with the first table. One batch of rows is in memory at a time. A table can be read from any row on;
+earlier rows of its row group are read and dropped.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lengthwise.core.errors import DataError
 
 ZSTANDARD = b"\x28\xb5\x2f\xfd"
 PARQUET, ARROW_FILE, ARROW_STREAM = b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
-_BATCH = 256  # rows that are plain values at a time
+_BATCH = 256  # rows per batch of plain values
 _STATE = "state.json"  # lists the files of a saved dataset
 
 
@@ -32,7 +32,7 @@ def is_saved_dataset(folder: Path) -> bool:
 def saved_files(folder: Path) -> list[Path]:
     """Return the Arrow files of a saved dataset, in order.
 
-    Raises DataError for several splits in one folder, and for a list of files that cannot be read or leads elsewhere.
+    Raises DataError for several splits in one folder, and for a list of files that is unreadable or leads elsewhere.
     """
     where = str(folder)
     if not os.path.isfile(folder / _STATE):
@@ -52,9 +52,9 @@ def saved_files(folder: Path) -> list[Path]:
 
 
 def table_batches(file: BufferedReader, head: bytes, where: str, first: int = 0) -> Iterator[tuple[bytes, int, float]]:
-    """Yield (an Arrow stream of some rows, how many, how much of the file that is so far), from row `first` on.
+    """Yield (Arrow stream of some rows, their number, share of the file read so far), from row `first` on.
 
-    Raises DataError for a file that is broken or ends early, and for one of no rows.
+    Raises DataError for a file that is broken, ends early, or has no rows.
     """
     import pyarrow as pa
 
@@ -84,14 +84,14 @@ def _streamed(batch: Any) -> bytes:
 def rows_of_table(content: bytes, where: str, first: int) -> Iterator[dict[str, Any] | DataError]:
     """Yield the rows of an Arrow stream as values by column; an error for a row that is no UTF-8.
 
-    first: the number of the first of them in its file, from 1.
+    first: number of its first row in the file, from 1.
     """
     import pyarrow as pa
 
     for batch in pa.ipc.open_stream(content):
         try:
             yield from batch.to_pylist()
-        except UnicodeDecodeError:  # one row is no text: which, the slow way
+        except UnicodeDecodeError:  # find the row that is no text, the slow way
             for row in range(batch.num_rows):
                 yield row_of(batch, row, f"{where}:{first + row}")
 
@@ -110,7 +110,7 @@ def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
             found = [batch for batch, _ in _batches(file, head, 0)]
         else:
             table = parquet.ParquetFile(file)
-            with room_for_a_copy(), tempfile.NamedTemporaryFile() as plain:  # what is mapped stays
+            with room_for_a_copy(), tempfile.NamedTemporaryFile() as plain:  # the mapping keeps the file
                 with pa.ipc.new_stream(pa.PythonFile(plain, "w"), table.schema_arrow) as out:
                     for batch in table.iter_batches(_BATCH):
                         out.write_batch(batch)
@@ -127,7 +127,7 @@ def mapped_batches(file: BufferedReader, where: str) -> list[Any]:
 
 @contextmanager
 def room_for_a_copy() -> Iterator[None]:
-    """Let the block write a temporary file; DataError that names the folder if the disk is full."""
+    """Translate a full disk inside the block to a DataError that names the temporary folder."""
     try:
         yield
     except OSError as error:
@@ -139,7 +139,7 @@ def room_for_a_copy() -> Iterator[None]:
 
 
 def row_of(batch: Any, place: int, where: str) -> dict[str, Any] | DataError:
-    """Return a row of a batch as values by column, or an error if it is no UTF-8. where: its place, for the error."""
+    """Return a row of a batch as values by column, or an error if it is no UTF-8. where: its name in the error."""
     try:
         return batch.slice(place, 1).to_pylist()[0]
     except UnicodeDecodeError as error:
@@ -149,7 +149,7 @@ def row_of(batch: Any, place: int, where: str) -> dict[str, Any] | DataError:
 
 @contextmanager
 def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
-    """Unpack an open file of Zstandard; DataError if it is broken or cut."""
+    """Unpack an open Zstandard file; DataError if it is broken or cut."""
     import pyarrow as pa
 
     try:
@@ -161,7 +161,7 @@ def unpacked(file: BufferedReader, where: str) -> Iterator[BufferedReader]:
 
 
 def _batches(file: BufferedReader, head: bytes, first: int) -> Iterator[tuple[Any, float]]:
-    """Yield batches from row `first` on, and how much of the file that is."""
+    """Yield (batch, share of the file read so far) from row `first` on."""
     row, batches, share = _batches_from(file, head, first)
     for number, batch in enumerate(batches, start=1):
         begin = max(first - row, 0)
@@ -171,8 +171,9 @@ def _batches(file: BufferedReader, head: bytes, first: int) -> Iterator[tuple[An
 
 
 def _batches_from(file: BufferedReader, head: bytes, first: int) -> tuple[int, Iterator[Any], Callable[..., float]]:
-    """Return the row of the first batch, the batches from one at or before row `first` on, and a function of (row,
-    batch) that returns the share of the file up to there.
+    """Return (row of the first batch, batches from at or before row `first` on, share of the file).
+
+    The share is a function of (row, batch).
     """
     import pyarrow as pa
     from pyarrow import parquet
@@ -182,7 +183,7 @@ def _batches_from(file: BufferedReader, head: bytes, first: int) -> tuple[int, I
         while group < table.num_row_groups and row + table.metadata.row_group(group).num_rows <= first:
             row += table.metadata.row_group(group).num_rows
             group += 1
-        groups = range(group, table.num_row_groups)  # one by one, so that batches begin where they do without `first`
+        groups = range(group, table.num_row_groups)  # one by one: batches then begin alike for every `first`
         batches = (batch for each in groups for batch in table.iter_batches(_BATCH, row_groups=[each]))
         return row, batches, lambda row, _number: row / table.metadata.num_rows
     mapped = pa.memory_map(file.name)

@@ -1,8 +1,8 @@
-"""Chat templates: a chat as text, in the form that a template writes whole, and what it leaves out all the same.
+"""Chat templates: write a chat in the form that its template leaves out least of, and report what is left out.
 
-Templates differ in what they read. Most write `content` as it is, so none of it has to be the empty text; some write
-calls only where `content` is null; some write `arguments` only as text; some read parts of content alone. The first
-form counts of which least is left out. Whether something is in a text shows when it is replaced: the text changes.
+Templates differ in what they read. Most write `content` as it is, so missing content must be the empty text; some write
+calls only if `content` is null; some write `arguments` only as text; some read only parts of content. The first form
+with the fewest omissions counts. A part is in the text if its replacement changes the text.
 """
 
 from __future__ import annotations
@@ -16,20 +16,19 @@ from typing import Any
 from lengthwise.data.messages import REASONING, Chat
 
 Message = Mapping[str, Any]
-MARKER = "\ue000message\ue001"  # of the private use area: in no text
+MARKER = "\ue000message\ue001"  # private use area: no text has it
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _THINK_END = "</think>"
 _REASONING, _CALL = "the reasoning", "a tool call"
-_LONG = 20  # characters that stand in a text once
+_LONG = 20  # characters that occur in a text once, most likely
 _NULLS = ("None", "null")  # how templates write null
 
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """The template of a tokenizer of transformers for a chat with its tools, and what else of the chat it sees.
+    """The chat template of a tokenizer for a chat with its tools. values: further names that the template sees.
 
-    Raises:
-        ValueError: there is no template, or it does not read what the chat gives it.
+    Raises ValueError if there is no template, or it refuses the chat.
     """
 
     tokenizer: Any
@@ -39,7 +38,7 @@ class Template:
 
     @classmethod
     def of(cls, tokenizer: Any, chat: Chat) -> Template:
-        """Choose the template of a chat."""
+        """Return the tokenizer's template for a chat."""
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("a tokenizer without a chat template")
         source = tokenizer.get_chat_template(tools=None if chat.tools is None else list(chat.tools))
@@ -53,14 +52,14 @@ class Template:
 
     @property
     def is_marked(self) -> bool:
-        """Whether it marks the assistant's text by `{% generation %}`."""
+        """Whether the template marks the assistant's text by `{% generation %}`."""
         return bool(_MARK.search(self.source))
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False) -> str:
-        """Render as `apply_chat_template` does; `prompt`: with the prompt for a generation at the end.
+        """Render as `apply_chat_template` does. prompt: True adds the generation prompt at the end.
 
-        Where `{% generation %}` was, transformers' own mask of tokens is not taken: where a mark ends in a space, it
-        goes on to the end of the chat (5.17).
+        Marks of `{% generation %}` are read here, because transformers' own mask goes on to the end of the chat if a
+        mark ends in a space (5.17).
         """
         return self._render(messages, marks=False, prompt=prompt)[0]
 
@@ -81,7 +80,7 @@ class Template:
         return rendered[0], [(int(first), int(last)) for first, last in marked[0]] if marks else []
 
     def fitted(self, messages: Sequence[Message]) -> Written:
-        """Return messages in the form of which the template leaves out least, the first of several."""
+        """Return messages in the first form of which the template leaves out least."""
         best, least, refused, plain = None, 0, None, ""
         for form in _forms(messages):
             try:
@@ -105,12 +104,10 @@ class Template:
         return best
 
     def left_out(self, written: Written, spans: Mapping[int, tuple[int, int]], context: int) -> list[tuple[str, str]]:
-        """Return what the text of a chat does not have of it: what, and the message that it is of.
+        """Return (part of a message, message) pairs that the text of a chat lacks.
 
-        `spans`: where turns that are learned are in the text. Turns before message `context` are not learned.
-
-        Raises:
-            ValueError: nothing of such a turn is there.
+        spans: characters of the learned turns in the text. Turns before message `context` are not learned. Raises
+        ValueError if the text has nothing of a learned turn.
         """
         turns = _first_of_each(written.messages)
         turns |= {turn for turn, each in enumerate(written.messages) if each["role"] not in ("user", "tool")}
@@ -127,7 +124,7 @@ class Template:
     def _lost(
         self, written: Written, spans: Mapping[int, tuple[int, int]], turns: Collection[int]
     ) -> list[tuple[int, str, bool]]:
-        """Return the message, of these, what of it is not in the text, and whether that is all that it says."""
+        """Return per message: the parts the template dropped, and whether that is the whole message."""
         found = list[tuple[int, str, bool]]()
         for turn in sorted(turns):
             message = written.messages[turn]
@@ -135,7 +132,7 @@ class Template:
             parts = list(_parts(message))
             lost = list[str]()
             for what, word, other in parts:
-                # Names of functions are in the tools, too, and a short text is anywhere, as in the end of a turn.
+                # Names of functions are in the tools, too, and a short text occurs anywhere, as in the end of a turn.
                 is_its_own = turn in spans and word not in self.source
                 looked_for = word and (is_its_own or (what != _CALL and len(word) >= _LONG))
                 if not (looked_for and word in region) and self.is_unread(written, turn, other):
@@ -144,7 +141,7 @@ class Template:
         return found
 
     def is_unread(self, written: Written, turn: int, other: Message) -> bool:
-        """Return whether the text is the same with another message in place of one."""
+        """Return whether the text stays the same with another message in place of one."""
         try:
             return self.render([*written.messages[:turn], other, *written.messages[turn + 1 :]]) == written.text
         except ValueError:
@@ -153,7 +150,7 @@ class Template:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Messages in the form that a template got, the text of it, and the marked characters [first, last) of that."""
+    """Messages in the form that a template got, their text, and its marked characters [first, last)."""
 
     messages: Sequence[Message]
     text: str
@@ -173,14 +170,14 @@ def with_text(message: Message, text: str) -> Message:
 
 
 def replaced(message: Message) -> Iterator[Message]:
-    """Yield a message with a marker as its content, and as the arguments of its last call."""
+    """Yield a message with a marker as its content, then with one as the arguments of its last call."""
     yield with_text(message, MARKER)
     if calls := message.get("tool_calls"):
         yield {**message, "tool_calls": [*calls[:-1], _changed_call(calls[-1], _other_arguments)]}
 
 
 def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield messages as they are, then as other templates read them."""
+    """Yield messages unchanged, then in the forms that other templates read."""
     yield messages
     if any(message.get("tool_calls") for message in messages):
         as_text = [_with_calls(message, _with_text_arguments) for message in messages]
@@ -192,7 +189,7 @@ def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
 
 
 def _first_of_each(messages: Sequence[Message]) -> set[int]:
-    """Return the first message of every role with the same kinds of parts: a template does the same to others."""
+    """Return the first message of every role with the same kinds of parts; a template treats the others alike."""
     kinds = [
         (each["role"], bool(text_of(each)), bool(each.get("tool_calls")), any(map(each.get, REASONING)))
         for each in messages
@@ -205,13 +202,13 @@ def _is_call_alone(message: Message) -> bool:
 
 
 def _writes_null(form: Sequence[Message], text: str, plain: str) -> bool:
-    """Return whether null content became a word: a text has it more often than without, and than the calls do."""
+    """Return whether null content became a word: the text has it more often than without, and than the calls do."""
     calls = json.dumps([message.get("tool_calls") for message in form if message.get("content") is None])
     return calls != "[]" and any(text.count(word) > plain.count(word) + calls.count(word) for word in _NULLS)
 
 
 def _parts(message: Message) -> Iterator[tuple[str, str, Message]]:
-    """Yield what a message says: what it is, a text that shows it, and the message with something else there."""
+    """Yield (part's name, text that shows it, message with another value there) for every part of a message."""
     thought = {name: MARKER for name in REASONING if message.get(name)}
     if thought:
         yield _REASONING, str(message[next(iter(thought))]).strip(), {**message, **thought}

@@ -1,7 +1,7 @@
-"""Text to token ids: one byte one token, or a Hugging Face tokenizer.
+"""Text to token ids: one token per byte, or a Hugging Face tokenizer.
 
-transformers takes seconds to import, so that happens in `load_tokenizer` and only for a name other than `bytes`. Torch
-is not needed.
+transformers takes seconds to import, so `load_tokenizer` imports it only for names other than `bytes`. Torch is not
+needed.
 """
 
 from __future__ import annotations
@@ -34,19 +34,16 @@ _NO_RULES += ("padding_side", "truncation_side", "clean_up_tokenization_spaces")
 
 
 class Tokenizer(Protocol):
-    """What the data half needs of a tokenizer.
-
-    Encoders return int32 [tokens] and raise ValueError for text that has no encoding.
-    """
+    """What the data half needs of a tokenizer. Encoders return int32 [tokens]; ValueError if a text has no encoding."""
 
     @property
     def name(self) -> str:
-        """What the run file calls it."""
+        """Name of the tokenizer in the run file."""
         ...
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends every text, if there is one."""
+        """Id that ends every text, or None."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -58,7 +55,7 @@ class Tokenizer(Protocol):
         ...
 
     def encode_pair(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a prompt and what follows it; return ids, and labels with a loss on what follows alone."""
+        """Encode a prompt and its completion; return ids, and labels with a loss on the completion alone."""
         ...
 
     def encode_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
@@ -66,23 +63,23 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, int32 [tokens], to be looked at: special tokens too; unknown ids as `<300>`."""
+        """Return the text of ids, int32 [tokens], for reading: with special tokens, unknown ids as `<300>`."""
         ...
 
     def digest(self) -> str:
-        """Return 64 hexadecimal digits that differ where a text may be encoded differently."""
+        """Return 64 hexadecimal digits that differ if a text may be encoded differently."""
         ...
 
     def template_digest(self) -> str:
-        """Return 64 hexadecimal digits that differ where the chat template does."""
+        """Return 64 hexadecimal digits that differ if the chat template does."""
         ...
 
     def special_ids(self) -> dict[str, list[int]]:
-        """Return ids by the keys of a model's config; where a text or an assistant's turn ends by `eos_token_id`."""
+        """Return special ids by keys of a model's config; `eos_token_id` ends texts and an assistant's turns."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Put the tokenizer's files beside a saved model, where it has any."""
+        """Write the tokenizer's files, if it has any, beside a saved model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,40 +90,32 @@ class ByteTokenizer:
     eos_id: int | None = None
 
     def encode(self, text: str) -> np.ndarray:
-        """Encode as UTF-8."""
         return self.encode_python(text.encode("utf-8"))
 
     def encode_python(self, source: bytes) -> np.ndarray:
-        """Return the bytes."""
         return np.frombuffer(source, dtype=np.uint8).astype(np.int32)
 
     def encode_pair(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
-        """Concatenate the bytes; those of the prompt have no loss."""
         first, second = self.encode(prompt), self.encode(completion)
         return np.concatenate([first, second]), np.concatenate([np.full_like(first, NO_LOSS), second])
 
     def encode_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        """Refuse: bytes have no chat template."""
         del chat
         raise ValueError(f"tokenizer bytes, {NO_TEMPLATE}")
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of bytes; bytes that are no UTF-8 are escaped."""
         return "".join(
             bytes(some).decode("utf-8", "backslashreplace") if is_known else _as_numbers(some)
             for is_known, some in groupby(ids.tolist(), key=lambda each: each < 256)
         )
 
     def digest(self) -> str:
-        """Return the digest of the name."""
         return _digest(self.name)
 
     def template_digest(self) -> str:
-        """Return the digest of no template."""
         return _digest(None)
 
     def special_ids(self) -> dict[str, list[int]]:
-        """Return none: no byte is special."""
         return {}
 
     def save(self, folder: Path) -> None:
@@ -135,21 +124,17 @@ class ByteTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class HuggingFaceTokenizer:
-    """A tokenizer of transformers with its own special tokens; the EOS is added where the encoding lacks it."""
+    """A tokenizer of transformers with its own special tokens; EOS is added if the encoding lacks it."""
 
     name: str
     eos_id: int | None
     tokenizer: Any
     noted: set[str] = field(default_factory=set, compare=False, repr=False)
-    """Omissions of templates that were warned of."""
+    """Omissions of templates that it has warned of."""
 
     def encode(self, text: str) -> np.ndarray:
-        """Encode with the tokenizer's special tokens, EOS last.
-
-        Raises:
-            ValueError: no text; or one with a special token which the tokenizer adds, too.
-        """
-        text.encode("utf-8")  # a lone surrogate is no text: say so here, before the tokenizer's own error
+        """Encode with the tokenizer's special tokens, EOS last; ValueError also for a text that repeats one of them."""
+        text.encode("utf-8")  # raises for a lone surrogate, before the tokenizer's own error
         ids = self.tokenizer(text, verbose=False)["input_ids"]
         refuse_twice(self.tokenizer, ids)
         if self.eos_id is not None and (not ids or ids[-1] != self.eos_id):
@@ -157,7 +142,7 @@ class HuggingFaceTokenizer:
         return np.array(ids, dtype=np.int32)
 
     def encode_python(self, source: bytes) -> np.ndarray:
-        """Decode as Python would, line ends kept, then encode."""
+        """Decode as Python would, with line ends kept, then encode."""
         try:
             encoding, _ = tokenize.detect_encoding(io.BytesIO(source).readline)
         except SyntaxError as error:
@@ -165,14 +150,10 @@ class HuggingFaceTokenizer:
         return self.encode(source.decode(encoding))
 
     def encode_pair(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
-        """Encode both as one text, EOS last; see `masked.encode_pair`."""
         return encode_pair(self.tokenizer, prompt, completion)
 
     def encode_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        """Encode a chat by the tokenizer's template; see `masked.encode_chat`.
-
-        Warns of what the template leaves out, once of each kind.
-        """
+        """Encode a chat by the tokenizer's template (`masked.encode_chat`); warn once of each kind of omission."""
 
         def note(what: str, of: str) -> None:
             if what not in self.noted:
@@ -183,7 +164,7 @@ class HuggingFaceTokenizer:
         return encode_chat(self.tokenizer, chat, note)
 
     def decode(self, ids: np.ndarray) -> str:
-        """Return the text of ids, special tokens too; the library drops ids that it does not have without a word."""
+        """Return the text of ids, with special tokens; transformers drops ids that it does not have."""
         limit = len(self.tokenizer)
         return "".join(
             self.tokenizer.decode(list(some)) if is_known else _as_numbers(some)
@@ -191,7 +172,7 @@ class HuggingFaceTokenizer:
         )
 
     def digest(self) -> str:
-        """Return the digest of its class, vocabulary, rules, special tokens and all arguments that may change ids."""
+        """Return the digest of class, vocabulary, rules, special tokens and all arguments that may change ids."""
         made: Any = self.tokenizer
         rules: dict[str, Any] = {}
         if made.is_fast:
@@ -210,11 +191,9 @@ class HuggingFaceTokenizer:
         return _digest([type(made).__name__, vocabulary, rules, special, given, splits, self.eos_id])
 
     def template_digest(self) -> str:
-        """Return the digest of the chat template."""
         return _digest(getattr(self.tokenizer, "chat_template", None))
 
     def special_ids(self) -> dict[str, list[int]]:
-        """Return those that the tokenizer has, and the template's end of a turn."""
         made = self.tokenizer
         ends = [each for each in (self.eos_id, *ends_of_turns(made)) if each is not None]
         found = {"eos_token_id": list(dict.fromkeys(ends))}
@@ -223,14 +202,13 @@ class HuggingFaceTokenizer:
         return {key: ids for key, ids in found.items() if ids}
 
     def save(self, folder: Path) -> None:
-        """Write the files that AutoTokenizer opens."""
         self.tokenizer.save_pretrained(folder)
 
 
 def load_tokenizer(name: str) -> Tokenizer:
     """Load `bytes`, a local Hugging Face folder, or a name on the hub; code from outside is never run.
 
-    Raises ConfigError for whatever keeps it from loading.
+    Raises ConfigError if it cannot be loaded.
     """
     if name == BYTES_TOKENIZER:
         return ByteTokenizer()
@@ -242,7 +220,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=cached)
         vocab: dict[str, int] = loaded.get_vocab()
-    except Exception as error:  # files from outside, and the Rust tokenizers raise plain Exception
+    except Exception as error:  # files come from outside, and the Rust tokenizers raise plain Exception
         said = why_only_cached() if cached and isinstance(error, OSError) else str(error)[:300].rstrip(".")
         got = f"{name}: {said}" if cached else f"{type(error).__name__}: {said}"
         raise _refuse(f"a tokenizer at {name}", got) from error
@@ -253,12 +231,12 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 @functools.cache
 def tokenizer_of_process(name: str) -> Tokenizer:
-    """Load a tokenizer once a process."""
+    """Load a tokenizer, once per process."""
     return load_tokenizer(name)
 
 
 def _as_numbers(ids: Iterable[int]) -> str:
-    """Write out ids that a tokenizer has no text for."""
+    """Return ids without a text as `<300>`."""
     return "".join(f"<{each}>" for each in ids)
 
 

@@ -1,6 +1,6 @@
 """Rows to rows of tokens: tokenized, checked against the settings of their source, and counted.
 
-Everything that reads data makes its rows here, to keep them in memory, to write them to a folder, or to feed them.
+All readers of data make their rows here: to keep them in memory, to write them to a folder, or to feed them.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
 BAD, EMPTY, REFUSED, END = "bad", "empty", "refused", "end"
 
 Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""Calls a function with every task, perhaps in other processes, and yields the results in order, as `map` does."""
+"""Function like `map`, perhaps in other processes: calls a function with every task, and yields results in order."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenRow:
-    """A row of tokens, or the reason why it has none.
+    """A row of tokens, or the reason for its absence.
 
     kind: ids, text, pair or chat; EMPTY, BAD or TOO_LONG if its source leaves it out; REFUSED if it stops the run.
-    error: of a bad row. labels: None if they are the tokens. weights: None if all are 0 or 1. is_row: False for an
-    error of a file, and for the END of an epoch. name: its place. digest: of ids, labels and weights. mark: of its
-    block, for the last row there.
+    labels: None if they are the tokens. weights: None if all are 0 or 1. error: error of a bad row. is_row: False for
+    an error of a file, and for the END of an epoch. name: place of the row. digest: digest of ids, labels and weights.
+    mark: mark of its block, on the block's last row.
     """
 
     kind: str
@@ -60,7 +60,7 @@ class TokenRow:
 
     @property
     def losses(self) -> tuple[int, float]:
-        """Loss tokens of a row with tokens, and the sum of their weights."""
+        """(number of loss tokens, sum of their weights) of a row with tokens."""
         ids, labels, weights = self.held
         losses = len(ids) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
         return losses, float(losses) if weights is None else sum_of_weights(weights)
@@ -74,9 +74,10 @@ def _placed(row: TokenRow, block: SourceBlock, name: str) -> TokenRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizing:
-    """How rows become tokens. keys: config paths of the sources. tokenizer: called for every text.
+    """The way from rows to tokens.
 
-    vocab_size: the model's; if None, ids are not checked.
+    keys: config paths of the sources. tokenizer: function that is called for every text. vocab_size: vocabulary of the
+    model; None skips the check of ids.
     """
 
     sources: Sequence[DataSource]
@@ -91,7 +92,7 @@ class Tokenizing:
         pack: Callable[[list[TokenRow]], Any] = list,
         task_bytes: int = BLOCK_BYTES,
     ) -> Generator[Any]:
-        """Tokenize blocks in order, by a runner, some a task; yield what `pack` makes of the rows of every task."""
+        """Tokenize blocks in order by a runner, several per task; yield `pack` of the rows of every task."""
         yield from run(partial(self._packed, pack), together(blocks, task_bytes))
 
     def _packed(self, pack: Callable[[list[TokenRow]], Any], blocks: BlockGroup) -> Any:
