@@ -24,7 +24,7 @@ def open_session(
 ) -> Session:
     """Return a session of the job's model, with the optimizer of its run file. Collective.
 
-    say: called on rank 0 with how the model computes. draws_both: as in `build_adapted`.
+    say: function that rank 0 calls with lines on how the model computes. draws_both: as in `build_adapted`.
     """
     ranks = SessionRanks(transport=transport, local_ranks=world.local_size, planner=process, say=say, is_run=True)
     return Session(
@@ -41,7 +41,7 @@ def open_session(
 
 
 def laid_out(job: Job, session: Session) -> Job:
-    """Return the job with the layout that its session took."""
+    """Return the job with the session's layout."""
     asked = session.settings.asked
     return replace(
         job, config=job.config.model_copy(update={"shard": asked.shard, "ranks_per_node": asked.ranks_per_node})

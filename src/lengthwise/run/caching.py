@@ -28,8 +28,8 @@ VARIABLE = "LENGTHWISE_CACHE"
 class DataCache:
     """A folder of prepared sources.
 
-    vocab_size: the model's; if None, ids are not checked. timeout_seconds: how long to wait for a process without
-    progress. small_bytes: sources with smaller files are not prepared.
+    vocab_size: vocabulary of the model; None skips the check of ids. timeout_seconds: longest wait for a process
+    without progress. small_bytes: sources with smaller files are not prepared (default 64 MiB).
     """
 
     folder: Path
@@ -40,11 +40,7 @@ class DataCache:
     small_bytes: int = 64 << 20
 
     def prepared(self, sources: Sequence[DataSource], key: str) -> tuple[DataSource, ...]:
-        """Prepare large sources; return all sources with prepared folders in their place. key: their config path.
-
-        Raises:
-            LengthwiseError: sources cannot be read or prepared, all problems together.
-        """
+        """Prepare large sources; return all sources, the large ones as prepared folders. key: their config path."""
         problems = Collector()
         found = [
             problems.attempt(lambda source=source, number=number: self._source(source, f"{key}.{number}"))
@@ -56,7 +52,7 @@ class DataCache:
     def _source(self, source: DataSource, key: str) -> DataSource:
         if source.path is not None and is_prepared(source.path):
             return source
-        # Opening finds bad rows that stop the run, whatever the model.
+        # Opening finds all bad rows that stop the run, for any model.
         vocab_size = self.vocab_size if source.bad_rows == "skip" else None
         try:
             plan = to_prepare(
@@ -69,8 +65,8 @@ class DataCache:
             )
         except DataError:
             if source.dataset is not None:
-                raise  # asking an absent hub again takes as long
-            return source  # reading it reports the problem
+                raise  # another request to an absent hub takes as long
+            return source  # its reader reports the problem
         if plan is None:
             return source
         folder, line = self.folder / plan.fingerprint()[:32], LiveLine(sys.stderr)
@@ -80,7 +76,7 @@ class DataCache:
                 plan,
                 folder,
                 run=worker_processes(usable_cores(), timeout_seconds=self.timeout_seconds),
-                overwrite=True,  # if it is damaged
+                overwrite=True,  # of a damaged folder
                 wait_seconds=self.timeout_seconds,
                 on_start=lambda: line.write(begin),
                 on_progress=progress_line(line),

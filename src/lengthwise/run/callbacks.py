@@ -67,10 +67,10 @@ class StepMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedStep:
-    """A step whose update was made.
+    """A step that made its update.
 
-    sequences: numbers of its sequences in the data, in the order of the plan. is_measured: whether its predicted
-    seconds follow from costs that were measured.
+    sequences: numbers of its sequences in the data, in the order of the plan. is_measured: True if measured costs
+    predict its seconds.
     """
 
     metrics: StepMetrics
@@ -84,7 +84,7 @@ class FinishedStep:
 class NotFinite:
     """One line of not_finite.jsonl: a value of `step` that is NaN or infinite, and the sequences of the step.
 
-    `what` is loss, router loss, norm of the gradient, or parameter; for a parameter `step` is the one that updated it.
+    what: loss, router loss, norm of the gradient, or parameter; for a parameter `step` is the step that updated it.
     """
 
     step: int
@@ -106,13 +106,13 @@ class EvalMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainResult:
-    """How a run ended.
+    """The end of a run.
 
-    steps: steps of the whole run, those before a resumed checkpoint too. num_tokens, seconds, has_trained: of this
-    process alone; the last is whether a step had a learning rate and a gradient above 0.
-    metrics: metrics of the last step, or None if the run was finished before. stopped_by: the signal that ended it
-    early, or None. skipped: steps without an update because a value was not finite. parameters: number of the model's
-    parameters; of a run that was finished before, of the trained ones.
+    steps: number of steps of the whole run, also those before a resumed checkpoint. num_tokens, seconds: tokens and
+    seconds of this process alone. has_trained: True if a step of this process had a learning rate and a gradient above
+    0. metrics: metrics of the last step, or None if the run was finished before. stopped_by: signal that ended it
+    early, or None. skipped: number of steps without an update because a value was not finite. parameters: number of the
+    model's parameters; of the trained ones if the run was finished before.
     """
 
     steps: int
@@ -129,40 +129,36 @@ class TrainResult:
 
 
 class Callback(Protocol):
-    """Called during a run; a subclass overrides the methods that it needs.
+    """Methods that are called during a run; a subclass overrides the ones it needs.
 
-    All run in rank 0's process. With several local ranks that is a fork, whose changes of objects are not visible
-    outside. Ranks that are started again call `on_start` again.
+    All run in rank 0's process. With several local ranks that is a fork, so changes of objects stay inside. Restarted
+    ranks call `on_start` again.
     """
 
     def on_start(self, job: Job) -> None:
-        """Take the checked run, once all ranks have joined."""
+        """Receive the checked run, once all ranks have joined."""
 
     def on_phase(self, phase: str) -> None:
-        """Take rank 0's current work, as `step 3, microbatch 2 of 8 forward`, very often, and "" at the end."""
+        """Receive rank 0's current work, as `step 3, microbatch 2 of 8 forward`, very often, and "" at the end."""
 
     def on_note(self, line: str) -> None:
-        """Take a decision of the run and its reason: kernel, transport, capacity."""
+        """Receive a decision of the run and its reason: kernel, transport, capacity."""
 
     def on_step(self, step: FinishedStep) -> None:
-        """Take a step that made its update."""
+        """Receive a step that made its update."""
 
     def on_not_finite(self, found: NotFinite) -> None:
-        """Take a loss, gradient or parameter that is NaN or infinite; a note or an error follows."""
+        """Receive a loss, gradient or parameter that is NaN or infinite; a note or an error follows."""
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        """Take the result of an evaluation."""
+        """Receive the result of an evaluation."""
 
     def on_end(self, result: TrainResult) -> None:
-        """Take the result, once, at the end of a run whose model is saved."""
+        """Receive the result, once, at the end of a run whose model is saved."""
 
 
 def call_back(callbacks: Sequence[Callback], method: str, what: object) -> None:
-    """Call a method of every callback.
-
-    Raises:
-        CallbackError: a callback raised; it is named.
-    """
+    """Call a method of every callback; raise CallbackError that names a callback that fails."""
     for callback in callbacks:
         try:
             getattr(callback, method)(what)

@@ -45,17 +45,17 @@ class Checkpoints:
         self._transport, self._saved = writer.transport, optimizer.parameters.saved
         self._asked, self._note, self._data, self._lines = config.checkpoint, note, data, lines
         self._folder = CheckpointFolder(config.output / FOLDER)
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive
         self._last = time.monotonic()
 
     @property
     def asks(self) -> float:
-        """1 if a checkpoint is due by the time since the last one, else 0; rank 0's counts."""
+        """1 if a checkpoint is due by the time since the last one, else 0; rank 0's value decides."""
         minutes = self._asked.every_minutes if self._asked is not None else 0
         return float(minutes > 0 and time.monotonic() - self._last >= 60 * minutes)
 
     def is_due(self, step: int, *, asked: bool) -> bool:
-        """Return whether a checkpoint follows `step`. asked: rank 0's `asks`, or the run's end."""
+        """Return whether a checkpoint follows `step`. asked: rank 0's `asks`, or True at the end of the run."""
         if self._asked is None:
             return False
         return asked or (self._asked.every_steps > 0 and step % self._asked.every_steps == 0)
@@ -65,7 +65,7 @@ class Checkpoints:
     ) -> None:
         """Wait for the previous checkpoint, copy this rank's state after `step`, and begin to write it. Collective.
 
-        skipped: steps without an update. position: see `RunManifest`.
+        skipped: number of steps without an update. position: as in `RunManifest`.
         """
         assert self._asked is not None, "the run saves checkpoints"
         self._last = time.monotonic()
@@ -101,11 +101,7 @@ class Checkpoints:
             raise OutputError(where, expected=expected, got=ended.error, remedy=remedy)
 
     def restore(self, resume: Resume) -> None:
-        """Take parameters and optimizer states from a checkpoint, all checked before any changes. Collective.
-
-        Raises:
-            OutputError: a file is damaged, or of another model or other data; the same on all ranks.
-        """
+        """Restore parameters and optimizer states from a checkpoint, after all files are checked. Collective."""
         transport, manifest, parameters = self._transport, resume.manifest, self._optimizer.parameters
         transport.phase = "reading the checkpoint"
         wrong = differences(manifest, self._saved.names, self._saved.shapes, dtype_of(parameters))

@@ -90,13 +90,10 @@ def prepare_job(
     one_batch: bool = False,
     before_model: Callable[[], None] = lambda: None,
 ) -> Job:
-    """Find the model, read the data and check one against the other.
+    """Find the model, read the data and check one against the other; raise all problems in one error.
 
-    one_batch: read only one batch of a stream. before_model: called before the model's modules are imported or made,
-    which may start CUDA; data may be read by forked processes before that.
-
-    Raises:
-        LengthwiseError: one error has all problems.
+    one_batch: True reads only one batch of a stream. before_model: function that is called before the model's modules
+    are imported or made, which may start CUDA; until then forked processes may read data.
     """
     collector, (config, settled) = Collector(), settle(config, gpus=gpus)
     attempt = collector.attempt
@@ -111,7 +108,7 @@ def prepare_job(
     sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages, "capacity_tokens": capacity}
     fits, datasets = partial(check_fits, **sizes, cuts=config.planner != PACKED_DP), [known, eval_dataset]
     for each in filter(None, datasets):
-        if capacity != "auto" and config.offload is None:  # with it more fits: `check_longest` of the session knows
+        if capacity != "auto" and config.offload is None:  # more fits with offload: see the session's `check_longest`
             attempt(partial(fits, each))
         if positions is not None:
             attempt(partial(check_positions, each, positions=positions))
@@ -151,7 +148,7 @@ def _read_data(
     timeout_seconds: float,
     one_batch: bool,
 ) -> tuple[Steps | None, Dataset | None, Dataset | None]:
-    """Return the steps of a run, the rows known before the first step, and the eval data.
+    """Return (steps of the run, rows known before the first step, eval data).
 
     Each is None if there is none, or if it cannot be read, which `attempt` notes.
     """
@@ -179,10 +176,10 @@ def _read_data(
 
 
 def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> FeedDataset:
-    """Make the dataset of rows that are read while the run trains; nothing of them is read yet."""
+    """Return the dataset of rows that are read during training, before any is read."""
     try:
         digest = tokenizer().digest() + tokenizer().template_digest()
-    except ConfigError:  # reported at the first text
+    except ConfigError:  # the first text reports it
         digest = ""
     of_tokenizer = {"tokenizer_name": config.tokenizer_name, "vocab_size": vocab_size, "tokenizer_digest": digest}
     if config.data[0].streaming:
@@ -192,7 +189,7 @@ def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_si
 
 
 def stored_model(config: RunConfig, source: ModelSource, *, draws_both: bool = False) -> StoredModel:
-    """Return the model of a run, for a session to read. draws_both: as in `build_adapted`."""
+    """Return the model of a run for a session. draws_both: as in `build_adapted`."""
     return StoredModel(
         source=source,
         lora=config.lora,
@@ -211,14 +208,10 @@ def session_options(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_model(config: RunConfig, source: ModelSource, *, gpus: int, ranks: int) -> TrainedModel:
-    """Check that the model can be trained with these settings; return its sizes.
-
-    Raises:
-        LengthwiseError: one error has all problems.
-    """
+    """Check that the model can be trained with these settings; return its sizes."""
     stored = stored_model(config, source)
     stored.check()
-    if not (gpus and source.weights and config.shard != "zero1"):  # else ranks may read their own rows
+    if not (gpus and source.weights and config.shard != "zero1"):  # otherwise ranks may read their own rows
         stored.check_room()
     options = {**session_options(config), "device": torch.device("cuda" if gpus else "cpu")}
     settings = check_settings(stored, config.optimizer, options)
@@ -228,7 +221,7 @@ def _check_model(config: RunConfig, source: ModelSource, *, gpus: int, ranks: in
 
 
 def _check_eval_losses(dataset: Dataset | None) -> None:
-    """Refuse eval data without a loss token now, not hours into the run."""
+    """Refuse eval data without a loss token at the start, not hours into the run."""
     if dataset is not None and not dataset.loss_tokens.any():
         remedy = "Give eval data with labels, or leave eval out."
         raise DataError("eval.data", expected="at least one token with a label", got="none", remedy=remedy)

@@ -28,7 +28,7 @@ _MOST_FAILURES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BestEvaluation:
-    """Step after which the best model was evaluated, its loss, and the digest of the eval data."""
+    """The best evaluation: its step, its loss, and the digest of the eval data."""
 
     step: int
     loss: float
@@ -38,10 +38,7 @@ class BestEvaluation:
 def read_best(output: Path) -> tuple[Path, BestEvaluation] | None:
     """Return the folder of a run's best model and its evaluation, or None if there is none.
 
-    After a fault between two renames the folder is the previous model's, beside its usual place.
-
-    Raises:
-        OutputError: `evaluation.json` cannot be read.
+    After a fault between two renames, this is the previous model, in a folder beside the usual one.
     """
     for folder in (output / BEST, previous_of(output / BEST)):
         note = folder / NOTE
@@ -70,7 +67,7 @@ def note_of(content: bytes) -> BestEvaluation | None:
 
 
 class Evaluation:
-    """Evaluates when the run file says so, and keeps the best model on rank 0."""
+    """Evaluates when the run file asks for it, and keeps the best model on rank 0."""
 
     def __init__(self, rank: RankRun) -> None:
         self._rank, self._num_steps = rank, rank.job.num_steps
@@ -140,10 +137,9 @@ class BestModel:
         return math.isfinite(loss) and (self._best is None or loss < self._best.loss)
 
     def offer(self, step: int, loss: float, write: Callable[[Path], None]) -> None:
-        """Let `write` fill the folder if this loss is lower than all earlier ones.
+        """If this loss is lower than all earlier ones, replace the folder by what `write` writes.
 
-        Raises:
-            OutputError: the third model in a row could not be written.
+        Raises OutputError at the third consecutive model that cannot be written.
         """
         if not self.takes(loss):
             return

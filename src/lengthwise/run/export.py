@@ -52,7 +52,7 @@ def write_model(model: Any, config: RunConfig, tokenizer: Tokenizer | None, fold
 
 
 def _set_special_tokens(model: Any, special_ids: Mapping[str, Sequence[int]]) -> None:
-    """Give the model's configs the tokenizer's special tokens, as transformers' Trainer does, and its template's end.
+    """Set the tokenizer's special tokens in the model's configs, as transformers' Trainer does, and the template's end.
 
     End tokens already in the generation config, or in a list of several, stay.
     """
@@ -66,11 +66,7 @@ def _set_special_tokens(model: Any, special_ids: Mapping[str, Sequence[int]]) ->
 
 
 def chosen_checkpoint(output: Path, step: int | None) -> tuple[Path, RunManifest]:
-    """Return a run's checkpoint after `step`, or the newest whose files have the right sizes.
-
-    Raises:
-        OutputError: there is none, or its manifest is damaged.
-    """
+    """Return a run's checkpoint after `step`, or the newest whose files have the right sizes."""
     folder = CheckpointFolder(output / FOLDER)
     if step is None:
         path, manifest, _ = folder.newest()
@@ -86,10 +82,6 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
     """Write a checkpoint's model into the new folder `to`, as at the end of a run; return the checkpoint's path.
 
     output: the run's folder, with its `config.yaml`. The model's tokenizer, if it has one, is written too.
-
-    Raises:
-        OutputError: there is no such checkpoint, a file is damaged, or `to` exists.
-        LengthwiseError: the run's model cannot be found any more.
     """
     path, manifest = chosen_checkpoint(output, step)
     if to.exists():
@@ -127,7 +119,7 @@ def _build(config: RunConfig) -> tuple[Any, Parameters]:
 
 
 def _tokenizer(config: RunConfig) -> Tokenizer | None:
-    """Return the run's tokenizer, or None if the model has none: data of ids need no tokenizer."""
+    """Return the run's tokenizer, or None if the model has none, because data of ids need none."""
     try:
         return load_tokenizer(config.tokenizer_name)
     except ConfigError:

@@ -42,20 +42,20 @@ from lengthwise.run.trackers import TENSORBOARD
 
 CONFIG = "config.yaml"
 _AGENT = "torchrun.txt"
-BEST = "model-best"  # the model of the best evaluation, see `run.evaluation`
+BEST = "model-best"  # model of the best evaluation, see `run.evaluation`
 _BESTS = (BEST, f"{BEST}.unfinished", f"{BEST}.previous")
 _FOLDERS = ("plans", MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS, CHECKPOINTS, TENSORBOARD)
 _FILES = (CONFIG, _AGENT, EARLIER, "measurements.json", *LINES)
 _LOCK = "run.lock"
 _PLAN = re.compile(r"step-([0-9]{6,18})\.json\.gz")
 _MOST_LOG_BYTES = 400e6
-_BLOCK_BYTES = 4096  # the least that a file takes on disk
+_BLOCK_BYTES = 4096  # least size of a file on disk
 
 
 class RunFolder(Callback):
     """Writes the files of one run; every line is written at once, so that a run that dies leaves its lines.
 
-    A write that fails is a WriteError. When plans or ledger take more than `most_log_bytes`, the oldest are removed.
+    A failed write is a WriteError. When plans or ledger exceed `most_log_bytes`, the oldest are removed.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RunFolder(Callback):
     ) -> None:
         self.path, self._note = path, note
         self._most_log_bytes = most_log_bytes
-        self._plans: deque[tuple[Path, int]] = deque()  # paths and bytes, the oldest first
+        self._plans: deque[tuple[Path, int]] = deque()  # (path, bytes), the oldest first
         self._plan_bytes = 0
         self._num_lines: dict[str, int] = dict.fromkeys(COUNTED, 0)
 
@@ -74,7 +74,7 @@ class RunFolder(Callback):
 
     @contextlib.contextmanager
     def saying_what_was_saved(self) -> Iterator[None]:
-        """Make a KeyboardInterrupt of the block say in its argument what was saved in it."""
+        """Add to a KeyboardInterrupt of the block, as its argument, what was saved in it."""
         before = self._saved()
         try:
             yield
@@ -86,9 +86,6 @@ class RunFolder(Callback):
         """Keep other runs out of the folder inside the block; unless `resume`, call `check_free`.
 
         Forks of this process share the claim. A folder made for the claim is removed if nothing was written.
-
-        Raises:
-            OutputError: another run is writing there, or see `check_free`.
         """
         made = [each for each in (self.path, *self.path.parents) if not each.exists()]
         with self.writing(OutputError):
@@ -113,7 +110,7 @@ class RunFolder(Callback):
             return False
 
     def note_agent(self, agent: str | None) -> None:
-        """Note the agent that may restart the run, if there is one."""
+        """Write the agent that may restart the run, if there is one, into the folder."""
         with self.writing():
             (self.path / _AGENT).unlink(missing_ok=True)
             if agent is not None:
@@ -144,19 +141,16 @@ class RunFolder(Callback):
             replace_file(self.path / CONFIG, dump_config(config))
 
     def synced_lines(self) -> dict[str, int]:
-        """Sync the files of lines to disk; return the numbers of lines that a checkpoint counts."""
+        """Sync the files of lines to disk; return their numbers of lines, for a checkpoint."""
         for name in LINES:
-            with contextlib.suppress(OSError):  # a missing file; a failing disk shows at the next write
+            with contextlib.suppress(OSError):  # a file is missing; a failing disk shows at the next write
                 sync(self.path / name)
         return dict(self._num_lines)
 
     def kept(self, resume: Resume) -> tuple[dict[str, list[StepLine]], dict[Path, int]]:
-        """Return what a resumed run keeps: the lines up to the checkpoint by file, and the steps of plans by path.
+        """Return what a resumed run keeps: (lines up to the checkpoint by file, steps of plans by path).
 
-        Missing lines are notes if the run accepts changes.
-
-        Raises:
-            OutputError, Problems: a file is damaged or lacks lines, or a model's path is not a folder.
+        Missing lines are notes if the run accepts changes, else OutputError.
         """
         for path in (self.path / name for name in (MODEL, f"{MODEL}.unfinished", f"{MODEL}.previous", *_BESTS)):
             if path.is_symlink() or (path.exists() and not path.is_dir()):
@@ -185,12 +179,9 @@ class RunFolder(Callback):
         return lines, plans
 
     def go_on(self, config: RunConfig, resume: Resume) -> None:
-        """Remove what was written after the checkpoint, because the run repeats it.
+        """Remove everything after the checkpoint, because the run repeats it; on an error nothing is changed.
 
         The earlier model stays until the next one is whole.
-
-        Raises:
-            OutputError, Problems: see `kept`; nothing was changed.
         """
         lines, plans = self.kept(resume)
         with self.writing():
@@ -214,16 +205,12 @@ class RunFolder(Callback):
             replace_file(self.path / "measurements.json", found.to_json())
 
     def writing(self, kind: type[OutputError] = WriteError) -> AbstractContextManager[None]:
-        """Raise an error of this kind if writing fails inside the block, on a full disk for example."""
+        """Translate a failed write inside the block to an error of this kind."""
         return writing(self.path, kind)
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[Path]:
-        """Yield a folder to write the model into, as `whole_folder` does.
-
-        Raises:
-            OutputError: the folder cannot be written.
-        """
+        """Yield a folder for the model, which `whole_folder` renames."""
         with self.writing():
             with whole_folder(self.model, replaces=True) as unfinished:
                 yield unfinished
@@ -255,7 +242,7 @@ class RunFolder(Callback):
     def _append(self, name: str, content: bytes) -> None:
         path = self.path / name
         with writing(path):
-            path.parent.mkdir(parents=True, exist_ok=True)  # someone may have removed it
+            path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             with path.open("ab") as file:
                 file.write(content)
 
@@ -265,7 +252,7 @@ class RunFolder(Callback):
         self._plan_bytes += on_disk
 
     def _drop_old(self) -> None:
-        """Remove the oldest plans, and the older half of the ledger, if they take too much."""
+        """Remove the oldest plans, and the older half of the ledger, if they exceed the limit."""
         with contextlib.suppress(OSError):
             while self._plan_bytes > self._most_log_bytes and len(self._plans) > 1:
                 path, num_bytes = self._plans.popleft()
@@ -302,7 +289,7 @@ class RunFolder(Callback):
 
 @contextlib.contextmanager
 def writing(path: Path, kind: type[OutputError] = WriteError) -> Iterator[None]:
-    """Raise an error of this kind, which names `path`, if writing fails inside the block."""
+    """Translate a failed write inside the block to an error of this kind that names `path`."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -18,19 +18,19 @@ from lengthwise.program import refuse_unsupported
 from lengthwise.run.resume import Resume
 from lengthwise.setup import TrainedModel
 
-MEASURING_SECONDS = 8.0  # about what measuring before the first step takes
+MEASURING_SECONDS = 8.0  # of measuring before the first step, about
 _ANY_GPU = "h100"
 _PRICED_ROWS = 10_000  # rows from which a step's seconds are estimated
-_MEASURED_RUN = 20.0  # a run that is longer than this many times `MEASURING_SECONDS` is measured by default
+_MEASURED_RUN = 20.0  # runs longer than this many times `MEASURING_SECONDS` are measured by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """A checked run, the same on every rank.
 
-    trained: sizes of the model and its optimizer. steps: the sequences of every step. gpus: number of GPUs that it uses
-    on a machine; 0 computes on the CPU. gpu_name: name of the first GPU. resume: the checkpoint that the run continues
-    from, or None. chosen: reasons of defaults that depend on model and device, by key.
+    trained: sizes of the model and its optimizer. steps: sequences of every step. gpus: number of GPUs that it uses on
+    a machine, 0 for the CPU. gpu_name: name of the first GPU. resume: checkpoint from which the run continues, or None.
+    chosen: reasons of defaults that depend on model and device, by key.
     """
 
     config: RunConfig
@@ -53,16 +53,16 @@ class Job:
 
     @property
     def dataset(self) -> Dataset:
-        """The training data; if other processes serve it, only its steps have rows."""
-        return self.steps.dataset  # pyright: ignore[reportReturnType] - a served one has no rows of its own
+        """Training data; with feeds, only the newest steps have rows."""
+        return self.steps.dataset  # pyright: ignore[reportReturnType] - rows of feeds come later
 
     @property
     def known(self) -> Dataset:
-        """The data that forecasts and limits use before the first step: `dataset`, or the longest rows to come."""
+        """Data for forecasts and limits before the first step: `dataset`, or one longest row per source."""
         return self.steps.known
 
     def batches(self, *, after: int = 0) -> Iterator[StepBatch]:
-        """Return the global batches of the run, in order, without those of the first `after` steps."""
+        """Yield the global batches of the run, in order, without those of the first `after` steps."""
         start = self.resume.manifest.position if self.resume is not None and self.resume.step == after else None
         following, refused = self.steps.after(after, start), placeholders(self.model.config)
         return (StepBatch(self.dataset, batch.ids, batch.end, batch.digest, refused) for batch in following)
@@ -78,7 +78,7 @@ class Job:
         return warmup_steps(self.config.optimizer, self.num_steps)
 
     def eval_batches(self) -> Iterator[StepBatch]:
-        """Return the batches of one evaluation: the eval data once, in batches of the run's size."""
+        """Yield the batches of one evaluation: the eval data once, in batches of the run's size."""
         if self.eval_dataset is None:
             return iter(())
         once = self.config.model_copy(update={"steps": None, "epochs": 1})
@@ -94,19 +94,19 @@ class Job:
 
     @property
     def most_tokens(self) -> int:
-        """Maximum tokens of a global batch."""
+        """Largest number of tokens of a global batch."""
         return self.steps.most_tokens
 
     def measures_at_start(self, layout: str) -> bool:
         """Return whether the machine is measured before the first step: if asked for, or in a long run.
 
-        layout: of the parameters. The answer is the same on all ranks: a run's seconds are estimated from lengths and
-        one named device.
+        layout: layout of the parameters. All ranks agree: a run's seconds are estimated from lengths and one named
+        device.
         """
-        # Some measurements involve a few ranks only, and all need whole models.
+        # Some measurements involve few ranks, and all need whole models.
         if layout != "zero1" or self.config.stages > 1:
             return False
-        device = _ANY_GPU if self.gpus else "cpu"  # not this rank's own: ranks may have different ones
+        device = _ANY_GPU if self.gpus else "cpu"  # the same on all ranks, whose devices may differ
         is_long = self._seconds_of_a_step(device) * self.num_steps > _MEASURED_RUN * MEASURING_SECONDS
         asked = self.config.measurements
         return asked == MEASURE_AT_START or (asked is None and is_long and self.steps.is_known)

@@ -49,24 +49,24 @@ from lengthwise.run.stop import StopRequest, asking_signals
 
 Result = TypeVar("Result")
 RankMain = Callable[[World, Callable[[str], None]], Result]
-"""The function that a rank runs, from its world and a function that notes its phase, to its result."""
+"""Function that a rank runs: from its world and a function that notes its phase, to its result."""
 
-_GRACE_SECONDS, _POLL_SECONDS = 3.0, 0.05  # after the first rank has ended, for one that may know the cause
+_GRACE_SECONDS, _POLL_SECONDS = 3.0, 0.05  # after the first rank has ended, for a rank that may know the cause
 _ROW_BYTES = 128
-_INTERRUPTED = b"interrupted"  # in place of a rank's error
+_INTERRUPTED = b"interrupted"  # stands for a rank's error
 _AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def threads_of_each(ranks: int) -> int:
     """Return the number of threads of a local rank: OMP_NUM_THREADS, or an even share of the cores.
 
-    Call it before anything in this process sets torch's threads.
+    Call it before this process sets torch's threads.
     """
     return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else max(1, (os.cpu_count() or 1) // ranks)
 
 
 class _OneNode(RendezvousHandler):
-    """The rendezvous of an agent without other nodes: it opens no port, and starts no thread beside the fork."""
+    """The rendezvous of an agent without other nodes; it opens no port and starts no thread."""
 
     def __init__(self) -> None:
         self._id = secrets.token_hex(8)
@@ -94,7 +94,7 @@ class _OneNode(RendezvousHandler):
 
 
 class _SameStreams(LogsSpecs):
-    """Leaves the ranks this process's standard streams, and makes no folder of logs."""
+    """Leaves the standard streams of this process to the ranks, and makes no folder of logs."""
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         streams = dict.fromkeys(envs, "")
@@ -106,11 +106,10 @@ class _SameStreams(LogsSpecs):
 
 
 class _Agent(LocalElasticAgent):
-    """torch's agent, which raises the error that ended the ranks, and passes signals on.
+    """torch's agent; it raises the error that ended the ranks, and passes signals on.
 
-    A rank that fails writes its error into memory that it shares with this process, and exits. The others then lose it
-    and exit too; those that have not after `_GRACE_SECONDS` are killed. stop: the signals of this process.
-    asks_to_stop: as in `on_ranks`.
+    A failing rank writes its error into memory shared with this process, and exits. The others lose it and exit, too;
+    after `_GRACE_SECONDS` the rest are killed. stop: signals of this process. asks_to_stop: as in `on_ranks`.
     """
 
     def __init__(
@@ -119,8 +118,8 @@ class _Agent(LocalElasticAgent):
         self._work, self._gpus, self._launcher = work, gpus, os.getpid()
         self._stop, self._asks_to_stop, self._passed_on = stop, asks_to_stop, False
         self._phases = mmap.mmap(-1, ranks * _ROW_BYTES)
-        self._memory: list[int] = []  # files without a name: where ranks meet, and an error of each
-        self._ended: dict[int, int] = {}  # exit codes; -n is signal n
+        self._memory: list[int] = []  # unnamed files: the meeting place of ranks, and an error per rank
+        self._ended: dict[int, int] = {}  # exit codes; -n for signal n
         self._deadline = math.inf
         self._error: LengthwiseError | None = None
         spec = WorkerSpec(
@@ -134,8 +133,8 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, _SameStreams(), start_method="fork")
 
     def outcome(self) -> Any:
-        """Run the ranks to their end; return the result of rank 0, or raise what ended them."""
-        run: Any = self.run  # a decorator hides its type
+        """Run the ranks to their end; return rank 0's result, or raise the error that ended them."""
+        run: Any = self.run  # its type is hidden by a decorator
         try:
             result = run()
         finally:
@@ -155,12 +154,12 @@ class _Agent(LocalElasticAgent):
         self._passed_on = False
         self._memory = [os.memfd_create("lengthwise") for _ in range(1 + len(worker_group.workers))]
         self._phases[:] = bytes(len(self._phases))
-        sys.stdout.flush()  # or every rank would write what is left there
+        sys.stdout.flush()  # otherwise every rank would write the buffered output
         let_threads_end()
-        os.environ[_AGENT_SIGNALS] = ""  # the agent would replace the handlers of `StopRequest`
+        os.environ[_AGENT_SIGNALS] = ""  # otherwise the agent replaces the handlers of `StopRequest`
         try:
             with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "Unable to enable fault handler")  # of a notebook's stderr
+                warnings.filterwarnings("ignore", "Unable to enable fault handler")  # a notebook's stderr
                 return agent._start_workers(worker_group)
         finally:
             del os.environ[_AGENT_SIGNALS]
@@ -170,7 +169,7 @@ class _Agent(LocalElasticAgent):
         assert self._pcontext is not None, "the ranks have been started"
         pids = self._pcontext.pids()
         if self._stop.times > self._asks_to_stop:
-            raise KeyboardInterrupt  # asked twice, or the ranks do not listen: end them
+            raise KeyboardInterrupt  # the second request, or the ranks do not listen
         if self._stop.signal is not None and not self._passed_on:
             self._passed_on = True
             for rank in pids.keys() - self._ended.keys():
@@ -186,15 +185,15 @@ class _Agent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self._error = self._cause(len(pids))
         if not isinstance(self._error, RankError | TransferError):
-            self._remaining_restarts = 0  # it would come again
+            self._remaining_restarts = 0  # a restart would meet it again
         return RunResult(state=WorkerState.FAILED)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 30) -> None:
-        del death_sig  # to ranks, SIGTERM is a request to save and stop
+        del death_sig  # ranks take SIGTERM as a request to save and stop
         super()._shutdown(signal.SIGKILL, timeout)
 
     def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
-        return Event(state, source)  # without the host's name, for which the base class asks the network
+        return Event(state, source)  # without the host's name, which the base class asks the network for
 
     def _cause(self, ranks: int) -> LengthwiseError:
         """Return the error of a rank that failed by itself, else of one that lost or waited for another."""
@@ -236,7 +235,7 @@ class _Agent(LocalElasticAgent):
         return row.rstrip(b"\0").decode(errors="replace") or "start"
 
     def _be_rank(self) -> Any:
-        """Run the work on the rank that this process is; exit if it fails, with the error in the shared memory."""
+        """Run the work as a rank; if it fails, write the error into the shared memory and exit."""
         end_with_parent(self._launcher)
         for number in asking_signals():
             signal.signal(number, _interrupt_once)  # until `work` listens
@@ -249,7 +248,7 @@ class _Agent(LocalElasticAgent):
         torch.set_num_threads(threads)
         try:
             result = self._work(world, partial(self._note, world.rank))
-            _ignore_signals()  # the work is done; the agent takes the result
+            _ignore_signals()  # the work is done, and the agent reads the result
             Finalize(None, _leave, exitpriority=0)
             return None if world.rank else result
         except KeyboardInterrupt:
@@ -262,7 +261,7 @@ class _Agent(LocalElasticAgent):
         return _leave(status)
 
     def _problem(self, error: BaseException, rank: int) -> LengthwiseError:
-        """Return the error as the launcher raises it; print the traceback that it would lack."""
+        """Return the error as the launcher raises it; print a traceback that it would lack."""
         if isinstance(error, LengthwiseError):
             if isinstance(error, CallbackError) and error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)
@@ -279,12 +278,12 @@ def _ignore_signals() -> None:
 
 
 def _interrupt_once(_number: int, _frame: object) -> None:
-    _ignore_signals()  # a terminal's signal comes from the launcher, too, while the rank cleans up
+    _ignore_signals()  # the launcher passes a terminal's signal on while the rank cleans up
     raise KeyboardInterrupt
 
 
 def _leave(status: int = 0) -> NoReturn:
-    """Exit without waiting for threads, which may be those of the process that was forked."""
+    """Exit without waiting for threads, which may be those of the forked process."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -292,8 +291,8 @@ def _leave(status: int = 0) -> NoReturn:
 
 
 def _exit_code(pid: int) -> int | None:
-    """Return the exit code of a child that has ended, -n after signal n, and leave it to be waited for; else None."""
-    with contextlib.suppress(ChildProcessError):  # waited for, as all have ended
+    """Return the exit code of an ended child (-n for signal n) without reaping it, or None."""
+    with contextlib.suppress(ChildProcessError):  # reaped, like all ended children
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None:
             return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
@@ -305,15 +304,10 @@ def on_ranks(
 ) -> Result:
     """Run `work` on every rank; return its result on the rank that this process is, or rank 0's.
 
-    Under torchrun or mpirun, and if the run has one rank, this process is a rank. Otherwise it starts `ranks` local
-    processes, and starts all of them again, at most `max_restarts` times, after one died or hung. gpus: number of GPUs
-    of this machine that the ranks use. asks_to_stop: `work` listens to Ctrl-C, SIGTERM and SIGHUP itself, so only a
-    second signal ends the ranks.
-
-    Raises:
-        LengthwiseError: the error of a rank, or RankError if a rank died.
-        ConfigError: this process has started CUDA, which does not survive a fork.
-        KeyboardInterrupt: a signal ended the ranks.
+    Under torchrun or mpirun, and in a run of one rank, this process is a rank. Otherwise it starts `ranks` local
+    processes, and restarts all of them, at most `max_restarts` times, after one died or hung. gpus: number of GPUs of
+    this machine that the ranks use. asks_to_stop: True if `work` listens to Ctrl-C, SIGTERM and SIGHUP itself, so that
+    only a second signal ends the ranks, by KeyboardInterrupt.
     """
     found = World(rank=0, world_size=1) if ranks == 1 else None
     if (world := world_from_environment() or found) is not None:

@@ -13,26 +13,22 @@ from lengthwise.core.files import parse_json, read_plain
 from lengthwise.core.names import counted
 
 METRICS = "metrics.jsonl"
-LEDGER, OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the second has the older lines of a long ledger
-COUNTED = (METRICS, "eval.jsonl", "not_finite.jsonl")  # a checkpoint has their numbers of lines
+LEDGER, OLD_LEDGER = "ledger.jsonl", "ledger.old.jsonl"  # the old ledger has the older lines of a long one
+COUNTED = (METRICS, "eval.jsonl", "not_finite.jsonl")  # files whose numbers of lines a checkpoint has
 LINES = (*COUNTED, LEDGER, OLD_LEDGER)
 _MOST_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """A line, with its newline, and its step."""
+    """A line, newline included, and its step."""
 
     step: int
     text: str
 
 
 def lines_up_to(path: Path, step: int) -> list[StepLine]:
-    """Return the lines up to `step`, without a last line that a fault cut off.
-
-    Raises:
-        OutputError: a line is damaged.
-    """
+    """Return the lines up to `step`, without a last line that a fault cut off; OutputError for a damaged line."""
     where, expected, kept = str(path), "a file of lines", list[StepLine]()
     try:
         *lines, _ = read_plain(path, most_bytes=path.stat().st_size).split(b"\n")
@@ -51,9 +47,9 @@ def lines_up_to(path: Path, step: int) -> list[StepLine]:
 
 
 def missing_lines(lines: Mapping[str, Sequence[StepLine]], counts: Mapping[str, int]) -> Iterator[tuple[str, str]]:
-    """Yield the files that lack lines up to a checkpoint, and what they have instead.
+    """Yield (file that lacks lines up to a checkpoint, what it has instead).
 
-    lines: the lines of the existing files, by name. counts: the checkpoint's numbers of lines; checkpoints of earlier
+    lines: lines of the existing files, by name. counts: the checkpoint's numbers of lines; checkpoints of earlier
     versions have none. The ledger has a line for every line of the metrics, but its oldest may have been dropped.
     """
     for name, count in counts.items():

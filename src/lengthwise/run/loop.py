@@ -25,7 +25,7 @@ from lengthwise.session.source import PlannedStep
 class _Progress:
     """Progress of a run: its first and last loss, and the tokens, metrics and stop signal of this process.
 
-    has_trained: whether a step had a learning rate and a gradient above 0.
+    has_trained: True if a step had a learning rate and a gradient above 0.
     """
 
     first_loss: float | None

@@ -49,9 +49,7 @@ def train_rank(
 ) -> TrainResult:
     """Read model and data, join the other ranks, and train to the end or until asked to stop; rank 0 saves the model.
 
-    Raises:
-        LengthwiseError: one error, the same on all ranks, has all problems of output, model and data.
-        NumericError: a loss, a gradient or a parameter is not finite; no model is saved.
+    All problems of output, model and data are one error, the same on all ranks. After a NumericError no model is saved.
     """
     config = start.config
     with ExitStack() as ending, ExitStack() as stack:
@@ -82,7 +80,7 @@ def train_rank(
         agree_on_data(transport, job)
         transport.phase = "start, what to go on from"
         stop = StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world))
-        ending.enter_context(stop.listening())  # the last to end: asked while the rest ends, the run still saves
+        ending.enter_context(stop.listening())  # first, so that a signal while the rest ends still saves
         job = replace(job, resume=shared_resume(job.resume, config, transport))
         show("")
         if (finished := _finished(job, transport)) is not None:
@@ -115,11 +113,7 @@ def _claim(
     resume: bool | Literal["if_any"],
     accept_changes: bool,
 ) -> Resume | None:
-    """Claim the output folder until `stack` ends; return the checkpoint to resume from, or None to begin anew.
-
-    Raises:
-        OutputError, Problems: the folder holds another run, or one that cannot be resumed.
-    """
+    """Claim the output folder until `stack` ends; return the checkpoint to resume from, or None to begin anew."""
     folder, goes_on = RunFolder(config.output), bool(resume)
     if resume == "if_any" or folder.is_restart(torchrun_agent()):
         goes_on = has_checkpoint(config)
@@ -128,7 +122,7 @@ def _claim(
     if not goes_on:
         return None
     found = find_resume(config, accept_changes=accept_changes)
-    folder.kept(found)  # refuse damaged files before anything changes
+    folder.kept(found)  # refuses damaged files before anything changes
     read_best(config.output)
     return found
 
@@ -142,10 +136,7 @@ def _inputs(config: RunConfig) -> list[Path]:
 
 
 def _finished(job: Job, transport: Transport) -> TrainResult | None:
-    """Return the result of a run that resumes after its last step, or None if steps or the model are missing.
-
-    Collective.
-    """
+    """Return the result of a run whose steps and model are complete, else None. Collective."""
     resume = job.resume
     if resume is None or not from_first(transport, lambda: is_finished(job.config, resume, job.num_steps)):
         return None
@@ -165,7 +156,7 @@ def _finished(job: Job, transport: Transport) -> TrainResult | None:
 
 
 def _restarted(world: World, job: Job) -> list[str]:
-    """Return a line on why local ranks were started again, if they were."""
+    """Return a line with the reason why local ranks were restarted, if they were."""
     if not world.ended:
         return []
     number, most = (os.environ[f"TORCHELASTIC_{each}"] for each in ("RESTART_COUNT", "MAX_RESTARTS"))
@@ -174,7 +165,7 @@ def _restarted(world: World, job: Job) -> list[str]:
 
 
 def _is_alone(world: World) -> bool:
-    """Return whether this process must end itself: no launcher would, and no torchrun repeats a cluster's signal."""
+    """Return whether this process must end itself: it has no launcher, and no torchrun repeats a cluster's signal."""
     return world.world_size == 1 and torchrun_agent() is None
 
 
@@ -182,10 +173,7 @@ def _is_alone(world: World) -> bool:
 def _serving_rows(
     job: Job, world: World, transport: Transport, say: Callable[[str], None], ending: ExitStack
 ) -> Iterator[None]:
-    """Start the readers of streamed or remote data for the block, if the run has such data. Collective.
-
-    ending: as in `FeedRank`.
-    """
+    """Start the feeds of streamed or remote data for the block, if the run has such data. Collective."""
     key: Any = job.config.data[0].comes_meanwhile
     if key is None:
         yield

@@ -1,8 +1,8 @@
-"""The feed of a stream in a process of every node, and how ranks ask it.
+"""The feed of a stream in a process of every node, and the clients of its ranks.
 
-The first rank of a node starts the process, and starts it again if it ends; other ranks find its socket by a name that
-rank 0 draws. A rank repeats a request that the end of the process interrupts. All nodes read the same stream: ranks
-agree on its files, and on the digest of the rows of every step.
+The first rank of a node starts the process, and restarts it if it ends; other ranks find its socket by a name that rank
+0 draws. A rank repeats a request that the end of the process interrupts. All nodes read the same stream: ranks agree on
+its files, and on the digest of the rows of every step.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lengthwise.data.feed import FeedClient, FeedSpec
 from lengthwise.data.feed_dataset import FeedDataset
 from lengthwise.run.workers import usable_cores
 
-_START_SECONDS = 60.0  # more for the first answer of a process: it imports, and looks for files
+_START_SECONDS = 60.0  # extra time for the first answer of a process, which imports and looks for files
 _AGAIN_SECONDS = 0.05  # before a request is repeated
 _MOST_PATH_BYTES = 100  # of a socket: 107 on Linux, 103 on macOS
-_SOON_SECONDS, _ENDS = 20.0, 3  # a process that ends so soon, so often in a row, is not started again
-_MOST_PROCESSES = 16  # that tokenize: 20 to 50 MB/s of text, more than steps take
+_SOON_SECONDS, _ENDS = 20.0, 3  # a process that ends so soon, so often in a row, is not restarted
+_MOST_PROCESSES = 16  # tokenizing: 20 to 50 MB/s of text, more than steps take
 _GONE = "See what it printed, and whether the machine ran out of memory; then go on from the newest checkpoint."
 
 
 def tokenizing_processes(ranks: int, cores: int) -> int:
-    """Return the number of tokenizing processes of a node: half of its free cores; 1 means the feed itself."""
+    """Return the number of tokenizing processes of a node, half of its free cores; 1 is the feed's own process."""
     return max(1, min((cores - ranks - 1) // 2, _MOST_PROCESSES))
 
 
@@ -49,9 +49,9 @@ def tokenizing_processes(ranks: int, cores: int) -> int:
 class FeedRank:
     """A rank that takes the rows of `dataset` from feeds.
 
-    say: gets the lines for the user. ending: ends processes that this rank starts. A rank with an error should close it
-    last: other ranks fail without the processes, and the launcher then gives this rank a few seconds to report its
-    error.
+    say: function that is called with lines for the user. ending: stack that ends the processes this rank starts. A rank
+    with an error should close it last: the other ranks fail without the processes, and the launcher then gives this
+    rank a few seconds to report its error.
     """
 
     dataset: FeedDataset
@@ -62,7 +62,7 @@ class FeedRank:
     ending: contextlib.ExitStack
 
     def attach(self, clients: Sequence[FeedClient], number: int, files: str) -> None:
-        """Ask these clients from now on; the ranks agree on the files, which errors call `files`. Collective."""
+        """Use these clients; check that the ranks agree on the files, which errors call `files`. Collective."""
         self.dataset.on_restart = self.say
         self.dataset.attach(clients, number)
         if self.transport.world_size > 1:
@@ -71,11 +71,7 @@ class FeedRank:
 
 @contextlib.contextmanager
 def node_feed(rank: FeedRank) -> Iterator[None]:
-    """Let a process of each node feed the dataset inside the block. Collective.
-
-    Raises:
-        LengthwiseError: a process does not start, or the stream cannot be read.
-    """
+    """Feed the dataset from a process of each node inside the block. Collective."""
     dataset, world, transport = rank.dataset, rank.world, rank.transport
     transport.phase = "start, feed of the stream"
     drawn = broadcast_bytes(transport, None if transport.rank else secrets.token_hex(8).encode()).decode()
@@ -98,21 +94,21 @@ def node_feed(rank: FeedRank) -> Iterator[None]:
         rank.say(f"streaming: rows are tokenized ahead, in {counted(processes, 'process')} of each node")
         yield
         transport.phase = "end, feed of the stream"
-        share_numbers(transport, [0.0])  # nobody of this node asks any more
+        share_numbers(transport, [0.0])  # no rank of this node asks any more
     except TransferError:
-        if started is not None and started.has_ended:  # other ranks met that first, and ended
+        if started is not None and started.has_ended:  # another rank met that first, and ended
             raise client.gone() from None
         raise
 
 
 def socket_path(name: str) -> Path:
-    """Return the socket of a node: in a folder of TMPDIR, or of /tmp if that path is too long."""
+    """Return the path of a node's socket: in a folder of TMPDIR, or of /tmp if that path is too long."""
     path = Path(tempfile.gettempdir(), name, "socket")
     return path if len(os.fsencode(path)) <= _MOST_PATH_BYTES else Path("/tmp", name, "socket")  # noqa: S108 - 0700
 
 
 class _Process:
-    """A process that answers at a socket inside the block, and is started again if it ends.
+    """A process that answers at a socket inside the block, and is restarted if it ends.
 
     The socket stays, so ranks that connect meanwhile wait for the next process. OSError if it cannot start.
     """
@@ -120,14 +116,14 @@ class _Process:
     def __init__(self, path: Path, spec: FeedSpec, processes: int) -> None:
         self._path, self._spec, self._processes = path, pickle.dumps(spec), processes
         self._turn, self._is_over = threading.Lock(), False
-        self.why = "no socket to ask it at"  # why it does not answer
+        self.why = "no socket to ask it at"  # the reason why it does not answer
 
     def __enter__(self) -> _Process:
         self._listening = socket.socket(socket.AF_UNIX)
         self._path.parent.mkdir(mode=0o700)
         try:
             self._listening.bind(str(self._path))
-            self._listening.listen(socket.SOMAXCONN)  # from now on ranks that connect wait for the process
+            self._listening.listen(socket.SOMAXCONN)  # ranks that connect from now on wait for the process
             self._begin()
         except BaseException:
             self._close()
@@ -142,7 +138,7 @@ class _Process:
             module, of_start = "lengthwise.run.node_feed_process", {"stdin": subprocess.PIPE, "pass_fds": [number]}
             self._began, self._process = time.monotonic(), start_module(module, f"{number}", *arguments, **of_start)
         assert self._process.stdin is not None, "a pipe was asked for; it stays open as long as this process lives"
-        with contextlib.suppress(BrokenPipeError):  # it has ended already
+        with contextlib.suppress(BrokenPipeError):  # the process has ended already
             self._process.stdin.write(self._spec)
             self._process.stdin.flush()
 
@@ -155,7 +151,7 @@ class _Process:
             with self._turn:
                 if self._is_over:
                     return
-                self._process.communicate()  # which closes its input
+                self._process.communicate()  # closes its input
                 self.why = f"its end by {how}, {_ENDS} times in a row"
                 try:
                     if soon < _ENDS:
@@ -168,7 +164,7 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it is not started again."""
+        """Whether it will not be restarted."""
         return self._is_over
 
     def _close(self) -> None:
@@ -185,7 +181,7 @@ class _Process:
 
 
 class _Client:
-    """`FeedClient` of the process of this node; every request has its connection and its thread."""
+    """`FeedClient` of this node's process; every request has its own connection and thread."""
 
     def __init__(self, path: Path, transport: Transport, timeout_seconds: float, process: _Process | None) -> None:
         self._path, self._transport, self._seconds, self._process = path, transport, timeout_seconds, process
@@ -198,7 +194,7 @@ class _Client:
     def _wait(self, found: Future[Any]) -> Any:
         try:
             return found.result(self._seconds + _START_SECONDS)
-        except TimeoutError:  # a process that stopped within an answer holds the thread
+        except TimeoutError:  # a process that stops within an answer holds the thread
             raise self._late() from None
 
     def _ask(self, found: Future[Any], request: tuple[str, tuple[Any, ...]]) -> None:
@@ -210,7 +206,7 @@ class _Client:
             found.set_result(answer)
 
     def _answer(self, request: tuple[str, tuple[Any, ...]]) -> Any:
-        """Return the answer of the process; if it ends, of the next one."""
+        """Return the answer of the process or, if it ends, of the next one."""
         is_new = request[0] == "describe"
         end = time.monotonic() + self._seconds + _START_SECONDS * is_new
         while True:
@@ -233,7 +229,7 @@ class _Client:
             return answer
 
     def gone(self) -> LengthwiseError:
-        """Return the error for an ended process; the rank that started it knows how it ended."""
+        """Return the error for a process that has ended."""
         if self._process is None:  # the rank that started it knows why, or has an error of its own
             return self._error("rows", "a closed connection: its process has ended", _GONE, kind=TransferError)
         return self._error("rows", self._process.why, _GONE)

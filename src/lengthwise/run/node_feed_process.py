@@ -24,7 +24,7 @@ from lengthwise.run.workers import worker_processes
 
 def _main(number: int, processes: int, folder: str) -> None:
     spec: FeedSpec = pickle.load(sys.stdin.buffer)  # noqa: S301 - of the process that started this one
-    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"  # which removes semaphores of a killed process
+    quiet = "ignore::UserWarning:multiprocessing.resource_tracker"  # the tracker removes semaphores of a killed process
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (os.environ.get("PYTHONWARNINGS"), quiet)))
     feed = Feed(spec, worker_processes(processes, start="spawn"))
     threading.Thread(target=_end_with_input, args=(folder,), daemon=True).start()
@@ -41,8 +41,7 @@ def _end_with_input(folder: str) -> None:
 
 
 def _answer(feed: Feed, connection: Connection) -> None:
-    """Answer one request."""
-    with connection, contextlib.suppress(EOFError, OSError):  # the rank that asked is gone
+    with connection, contextlib.suppress(EOFError, OSError):  # the rank is gone
         method, arguments = connection.recv()
         try:
             answer: Any = getattr(feed, method)(*arguments)

@@ -1,4 +1,4 @@
-"""The common beginning of `train` and `verify`: from a run file, or its values, to joined ranks with a checked job."""
+"""The common beginning of `train` and `verify`: from a run file or its values to joined ranks with a checked job."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _LONGEST_SECONDS = 10**6  # eleven days; gloo counts milliseconds in 31 bits
 
 Result = TypeVar("Result")
 Run = RunConfig | str | Path | Mapping[str, object]
-"""A run: its checked settings, the path of its run file, or the values of one (paths start from the working folder)."""
+"""A run: checked settings, the path of a run file, or its values (relative paths start from the working folder)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunStart:
     """The checked settings of a run and its machine, before its ranks read model and data.
 
-    ranks: number of processes. gpus: number of GPUs of this machine that the run uses. gpu_name: name of the first.
+    ranks: number of processes. gpus: number of GPUs of this machine that the run uses. gpu_name: name of the first GPU.
     chosen: reasons of defaults, by key.
     """
 
@@ -57,11 +57,7 @@ class RunStart:
     def job(
         self, *, resume: Resume | None = None, one_batch: bool = False, before_model: Callable[[], None] = lambda: None
     ) -> Job:
-        """Read model and data, and check them; other arguments are those of `prepare_job`.
-
-        Raises:
-            LengthwiseError: one error has all problems of model and data.
-        """
+        """Read model and data, and check them; arguments are those of `prepare_job`."""
         return prepare_job(
             self.config,
             ranks=self.ranks,
@@ -83,12 +79,9 @@ def read_start(
     timeout_seconds: float,
     check: Callable[[RunConfig], None] = lambda _config: None,
 ) -> RunStart:
-    """Read the run file and find the number of ranks; nothing of model and data is read yet.
+    """Read the run file and find the number of ranks; model and data are not read yet.
 
     check: the verb's own check of its arguments, or of the settings.
-
-    Raises:
-        LengthwiseError: one error has all problems of arguments and settings.
     """
     quiet_libraries()
     collector = Collector()
@@ -121,10 +114,9 @@ def join_with(
     on_phase: Callable[[str], None],
     say: Callable[[str], None] | None = None,
 ) -> tuple[Result, Transport]:
-    """Return what `make` returns on this rank, and the transport of all ranks, which join after it. Collective.
+    """Return the result of `make` on this rank, and the transport of all ranks, which join after it. Collective.
 
-    Raises:
-        LengthwiseError: `make` raised it on this rank or another; raised on all ranks.
+    An error of `make` on any rank is raised on all.
     """
     problems = Collector()
     on_phase("reading model and data")
@@ -136,11 +128,7 @@ def join_with(
 
 
 def agree_on_data(transport: Transport, job: Job) -> None:
-    """Check that all ranks read the same run file and data. Collective.
-
-    Raises:
-        RankError: a rank read others.
-    """
+    """Raise RankError unless all ranks read the same run file and data. Collective."""
     if transport.world_size > 1:
         data = hashlib.sha256(dump_config(job.config).encode())
         for dataset in filter(None, (job.dataset, job.eval_dataset)):
@@ -182,9 +170,8 @@ def _check_timeout(timeout_seconds: float) -> None:
 def count_used_gpus(device: str) -> int:
     """Return the number of GPUs of this machine that a run with this `device` uses.
 
-    Raises:
-        ConfigError: `cuda` finds no GPU; or `auto` finds one that torch, though built for GPUs, cannot use: training on
-            the CPU would take many times as long.
+    Raises ConfigError if `cuda` finds no GPU, or `auto` finds one that torch, though built for GPUs, cannot use:
+    training on the CPU would take many times as long.
     """
     gpus = 0 if device == "cpu" else count_gpus()
     if gpus or device == "cpu":
@@ -211,4 +198,4 @@ def quiet_libraries() -> None:
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
     logging.getLogger("torch.distributed").setLevel(logging.ERROR)
     for agent in ("torch.distributed.elastic", "torch.multiprocessing"):
-        logging.getLogger(agent).setLevel(logging.CRITICAL)  # `run.launch` raises what it logs
+        logging.getLogger(agent).setLevel(logging.CRITICAL)  # `run.launch` raises what torch's agent logs

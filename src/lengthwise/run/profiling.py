@@ -1,4 +1,4 @@
-"""`lengthwise profile` as a function: start the ranks, or use those of torchrun, and measure."""
+"""`lengthwise profile` as a function: start the ranks, or use torchrun's, and measure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Feeds of `remote` data as actors of Ray: rank 0 makes them, and every rank asks them.
+"""Feeds of `remote` data as Ray actors: rank 0 makes them, and every rank asks them.
 
 If RAY_ADDRESS names a running Ray, actors start there; else rank 0 starts a local Ray, which ends with the run. Actors
-belong to rank 0. Ray starts a killed actor again, and repeats its requests. Ray trusts its network: docs/data.md.
+belong to rank 0. Ray restarts a killed actor and repeats its requests. Ray trusts its network: docs/data.md.
 """
 
 from __future__ import annotations
@@ -24,19 +24,15 @@ from lengthwise.data.feed import Feed, FeedSpec
 from lengthwise.data.feed_dataset import FeedDataset
 from lengthwise.run.node_feed import FeedRank
 
-_STORE_BYTES = 512 << 20  # of a local Ray: slices on their way
-_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a local Ray listens on loopback alone, on Linux as well
-_OF_ALL_RANKS = ("RAY_AUTH_MODE", _CLUSTERS)  # a local Ray asks for the token that it wrote to the user's home
+_STORE_BYTES = 512 << 20  # object store of a local Ray, for slices in transit
+_CLUSTERS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": a local Ray listens on loopback alone, on Linux too
+_OF_ALL_RANKS = ("RAY_AUTH_MODE", _CLUSTERS)  # a local Ray asks for the token in the user's home
 _RAY = "a Ray that answers, for `remote` data"
 
 
 @contextlib.contextmanager
 def ray_feed(rank: FeedRank) -> Iterator[None]:
-    """Let actors, which Ray ends, feed the dataset inside the block. Collective.
-
-    Raises:
-        LengthwiseError: Ray or an actor does not start, or files cannot be read.
-    """
+    """Feed the dataset from actors inside the block. Collective."""
     dataset, world, transport = rank.dataset, rank.world, rank.transport
     transport.phase = "start, actors of remote data"
     if world.rendezvous is not None and "ray._raylet" in sys.modules:
@@ -61,7 +57,7 @@ def ray_feed(rank: FeedRank) -> Iterator[None]:
         transport.phase = "end, actors of remote data"
         if transport.rank and mine:
             _disconnect()
-        share_numbers(transport, [0.0])  # rank 0, whose Ray it may be, is the last to leave
+        share_numbers(transport, [0.0])  # rank 0, which may own the Ray, is the last to leave
     finally:
         if mine:
             _disconnect()
@@ -81,7 +77,10 @@ def _disconnect() -> None:
 
 
 def _begin(dataset: FeedDataset, actors: list[Any], ranks: int, *, local: bool) -> dict[str, Any]:
-    """Connect to Ray, or start it, and make the actors, which end with their handles; return how ranks find them."""
+    """Connect to Ray, or start it, and make the actors; return the values by which ranks find them.
+
+    actors: list that receives the handles; an actor ends with its handle.
+    """
     name = f"lengthwise-{secrets.token_hex(8)}"
     if local:
         address = os.environ.get("RAY_ADDRESS")
@@ -89,11 +88,11 @@ def _begin(dataset: FeedDataset, actors: list[Any], ranks: int, *, local: bool) 
             os.environ.setdefault(_CLUSTERS, "0")
         started = {"num_cpus": len(dataset.specs), "object_store_memory": _STORE_BYTES, "include_dashboard": False}
         _connect(address or "local", name, **({} if address else started))
-    import ray  # which reads the environment
+    import ray  # reads the environment
 
     for number, spec in enumerate(dataset.specs):
         options = {"name": f"{name}-{number}", "namespace": name, "max_restarts": -1, "max_task_retries": -1}
-        options["max_concurrency"] = 2 * ranks  # a rank that waits for rows keeps no other from slices
+        options["max_concurrency"] = 2 * ranks  # a rank that waits for rows must not block another's slices
         actors.append(ray.remote(num_cpus=1)(Feed).options(**options).remote(replace(spec, clients=ranks)))
     environment = {each: os.environ[each] for each in _OF_ALL_RANKS if each in os.environ}
     return {"address": ray.get_runtime_context().gcs_address, "name": name, "environment": environment}
@@ -111,7 +110,7 @@ def _connect(address: str, namespace: str, **options: Any) -> None:
 
 @contextlib.contextmanager
 def _sigterm_kept() -> Iterator[None]:
-    """Keep this process's own handler of SIGTERM: Ray's would end the process, at once, where we end the step."""
+    """Keep this process's handler of SIGTERM inside the block: Ray's ends the process at once, ours ends the step."""
     before, change = signal.getsignal(signal.SIGTERM), signal.signal
 
     def changed(number: int, handler: Any) -> Any:
@@ -123,7 +122,7 @@ def _sigterm_kept() -> Iterator[None]:
     finally:
         signal.signal = change
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # below Python Ray has set another
+            signal.signal(signal.SIGTERM, before)  # Ray has set another handler, below Python
 
 
 def _clients(dataset: FeedDataset, found: dict[str, Any], transport: Transport, seconds: float) -> list[_ActorClient]:

@@ -26,7 +26,7 @@ from lengthwise.models import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """Results of one process: the mean loss over loss tokens, the router loss (or 0), and the gradients by parameter.
+    """Results of one process: mean loss over loss tokens, router loss (or 0), and gradients by parameter.
 
     The gradients are of loss + coefficient x router loss.
     """
@@ -46,8 +46,8 @@ def plain_gradients(
 ) -> Reference:
     """Compute loss and gradients of a plain Hugging Face model in this process, one sequence at a time.
 
-    On purpose this does not use the code under test for shifting labels, counting loss tokens and summing gradients:
-    logits of all but the last position meet labels of all but the first.
+    On purpose this uses no tested code to shift labels, count loss tokens and sum gradients: logits of all but the last
+    position meet labels of all but the first.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter in model.parameters():
@@ -92,10 +92,10 @@ def _plain_weights(dataset: Dataset, row: int, labels: Tensor) -> Tensor:
 def plain_balance(model: Any, num_sequences: int, run: Callable[[int], Any]) -> tuple[float, list[list[Tensor]]]:
     """Return (balance loss, gradients of coefficient x loss) of a plain Hugging Face model over all sequences.
 
-    run: returns the model's output for one sequence. The gradients are with respect to the router logits, a list of one
-    (tokens, experts) per layer for every sequence; (0, empty lists) if the config has no balance loss. The loss is
-    Hugging Face's own function. To hold one graph at a time, a pass without gradients collects the router logits, and
-    the gradient of their loss enters the backward of every sequence.
+    run: function that returns the model's output for one sequence. The gradients are with respect to the router logits:
+    per sequence a list of one (tokens, experts) per layer. Without a balance loss in the config the result is (0, empty
+    lists). The loss is Hugging Face's own function. To hold one graph at a time, a pass without gradients collects the
+    router logits, and the gradient of their loss enters the backward of every sequence.
     """
     config = model.config
     if not has_balance_loss(config):

@@ -48,8 +48,8 @@ FREE_SETTINGS = frozenset(
 class Resume:
     """The checkpoint that a run resumes from.
 
-    passed_over: problems of newer checkpoints. changes: settings that differ, with both values. accepts_changes:
-    whether settings and data may differ.
+    passed_over: problems of newer checkpoints. changes: settings that differ, with both values. accepts_changes: True
+    if settings and data may differ.
     """
 
     folder: Path
@@ -65,7 +65,7 @@ class Resume:
 
     @property
     def losses(self) -> tuple[float, float]:
-        """Losses of the first and of the last finished step."""
+        """(loss of the first finished step, loss of the last)."""
         return self.manifest.first_loss, self.manifest.loss
 
     def check_within(self, num_steps: int) -> None:
@@ -91,9 +91,9 @@ def _without_actors(source: dict[str, object]) -> dict[str, object]:
 
 
 def model_settings(run: Mapping[str, object]) -> dict[str, object]:
-    """Return the settings of a run that its checkpoints' parameters depend on.
+    """Return the settings of a run on which its checkpoints' parameters depend.
 
-    With an adapter these include `seed`, by which frozen weights may have been drawn.
+    With an adapter these include `seed`, which may have drawn the frozen weights.
     """
     keys = ("model", "weights", "lora", "precision", *(["seed"] if run.get("lora") else []))
     return {key: run.get(key) for key in keys}
@@ -117,10 +117,8 @@ def is_finished(config: RunConfig, resume: Resume, num_steps: int) -> bool:
 def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
     """Return the newest whole checkpoint in the run's output folder, and check its settings.
 
-    accept_changes: allow other settings, as long as the optimizer keeps the same states.
-
-    Raises:
-        OutputError: there is no checkpoint, or its settings differ; the error lists them.
+    accept_changes: True allows other settings with the same states of the optimizer. OutputError: there is no
+    checkpoint, or its settings differ; the error lists them.
     """
     folder, manifest, passed_over = CheckpointFolder(config.output / FOLDER).newest()
     different = changed(manifest.run, run_settings(config))
@@ -151,11 +149,7 @@ def _states(optimizer: object) -> str:
 
 
 def shared_resume(found: Resume | None, config: RunConfig, transport: Transport) -> Resume | None:
-    """Return the checkpoint of rank 0; torchrun's other ranks read its manifest in the shared folder. Collective.
-
-    Raises:
-        OutputError: this rank cannot read the manifest.
-    """
+    """Return the checkpoint of rank 0; torchrun's other ranks read its manifest in the shared folder. Collective."""
     if transport.world_size == 1:
         return found
     mine = [0.0, 0.0] if found is None else [float(found.step), float(found.accepts_changes)]
@@ -168,13 +162,13 @@ def shared_resume(found: Resume | None, config: RunConfig, transport: Transport)
 
 
 def torchrun_agent() -> str | None:
-    """Name the agent (torchrun's, or `lengthwise train`'s) that restarts this process if a rank dies, or None."""
+    """Return the name of the agent (torchrun's, or `lengthwise train`'s) that restarts this process, or None."""
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if run is None:
         return None
     agent = os.getppid()
-    try:  # with its start time, because pids are used again
+    try:  # with its start time, because pids are reused
         started = Path(f"/proc/{agent}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[19]
     except OSError:
         started = "?"
-    return f"{socket.gethostname()}:{agent}:{started}:{run}"  # a process may train more than once
+    return f"{socket.gethostname()}:{agent}:{started}:{run}"  # with the run, because a process may train more than once

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-3}  # in bf16 added to `FACTOR` times the effect of rounding
+TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-3}  # in bf16 plus `FACTOR` times the effect of rounding
 SUMS_TOLERANCE = 1e-5  # for fp32 sums of bf16 gradients, which differ by 1e-7; sums in bf16 differ by 1e-3
 FACTOR = 2.0
 SCORE_BYTES = 6  # bytes of an entry of eager attention's scores: two bf16 tensors and a cast
@@ -33,7 +33,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rounding:
-    """The largest difference of plain models with `kernels`; for gradients the largest of a kind, at least the median.
+    """Largest differences of plain models with `kernels`; of a gradient the largest of its kind, at least the median.
 
     precision, exact: precision of the plain models, and of the reference.
     """
@@ -51,7 +51,7 @@ class Rounding:
 
 
 def rounding_of(found: Mapping[str, Difference], *, precision: str = "bf16", exact: str = "fp32") -> Rounding:
-    """Combine the differences of plain models in `precision` from the reference in `exact`, given by kernel."""
+    """Combine the differences of plain models, by kernel, from the reference."""
     by_kind: dict[str, float] = {}
     for each in found.values():
         for name, difference in each.gradients.items():

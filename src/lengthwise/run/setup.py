@@ -33,14 +33,14 @@ from lengthwise.run.step_end import FinitePolicy, RunStepEnd
 from lengthwise.session import Session
 from lengthwise.session.engine import Engine
 
-_LEAST_TOKENS = 1024  # least length of the longest measured sequence: shorter ones say little about attention
+_LEAST_TOKENS = 1024  # least length of the longest measured sequence: shorter ones tell little about attention
 
 
 @dataclass(slots=True, kw_only=True)
 class RankRun:
-    """A rank of a run after its setup. callbacks: called on rank 0 only, empty on other ranks.
+    """A rank of a run after its setup.
 
-    measurements: made before the first step; None if it was not measured.
+    callbacks: callbacks of rank 0, empty on other ranks. measurements: measurements before the first step, or None.
     """
 
     job: Job
@@ -77,7 +77,7 @@ class RankRun:
         return int(max(self.engine.each_rank(self.stop.signal or 0))) or None
 
     def leave_if_asked(self, before: str) -> None:
-        """End all ranks if one was asked to stop, before training begins. Collective."""
+        """End all ranks if one was asked to stop before training begins. Collective."""
         if self.stopped_by(f"start, before {before}") is not None:
             raise KeyboardInterrupt
 
@@ -111,9 +111,8 @@ def set_up(
 ) -> RankRun:
     """Open the session, restore the checkpoint, and measure costs if asked for. Collective.
 
-    Raises:
-        MemoryShortage: model, gradients and optimizer do not fit, or no microbatch fits beside them.
-        DataError: the longest sequence does not fit all ranks together.
+    Raises MemoryShortage if the model or no microbatch fits, DataError if all ranks together cannot hold the longest
+    sequence.
     """
     config, say = job.config, partial(call_back, callbacks, "on_note")
     if isinstance(config.heads, int) and config.heads > job.replicas:
@@ -153,7 +152,7 @@ def set_up(
 
 
 def _restore(job: Job, session: Session, end: RunStepEnd, say: Callable[[str], None]) -> None:
-    """Take parameters, states and counts from the checkpoint, if there is one. Collective."""
+    """Restore parameters, states and counts from the checkpoint, if there is one. Collective."""
     resume = job.resume
     if resume is None:
         return
@@ -166,11 +165,7 @@ def _restore(job: Job, session: Session, end: RunStepEnd, say: Callable[[str], N
 
 
 def _check_eval_fits(job: Job, session: Session) -> None:
-    """Check the eval data against what all ranks hold; the session has checked the data.
-
-    Raises:
-        DataError: the longest sequence does not fit.
-    """
+    """Raise DataError if all ranks cannot hold the longest eval sequence; the session has checked the data."""
     longest, most = 0 if job.eval_dataset is None else int(job.eval_dataset.lengths.max()), session.longest_tokens
     if longest > most:
         remedy = f"Use more ranks, recompute: auto, or eval data of at most {most} tokens (too_long: skip)."
@@ -179,7 +174,7 @@ def _check_eval_fits(job: Job, session: Session) -> None:
 
 
 def _measure_costs(rank: RankRun, world: World) -> None:
-    """Measure the machine and plan with the measured costs; values and states do not change by a bit. Collective."""
+    """Measure the machine and plan with the measured costs; values and states stay equal to the bit. Collective."""
     rank.leave_if_asked("costs")
     job, engine, precision = rank.job, rank.engine, rank.job.config.precision
     assert precision != "auto", "run.checks fills it in"
@@ -199,7 +194,7 @@ def _measure_costs(rank: RankRun, world: World) -> None:
     try:
         with engine.attending():
             found = profile(job.model, world, engine.transport, settings, trained=trained, store=store)
-    except ConfigError as error:  # about the samples, which are the same on all ranks
+    except ConfigError as error:  # about the samples, so the same on all ranks
         rank.say(f"not measured, planned by estimates for the device: {error}")
         return
     finally:

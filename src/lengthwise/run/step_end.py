@@ -36,10 +36,10 @@ class RunNumbers(RankResult):
 
 @dataclass(slots=True, kw_only=True)
 class FinitePolicy:
-    """Skip steps, or end the run, if values are not finite.
+    """Skips steps, or ends the run, if values are not finite.
 
-    skips: whether a step whose loss or gradient is not finite is skipped; otherwise the run ends. largest_allowed:
-    largest finite magnitude of a parameter's dtype. skipped: number of steps skipped so far.
+    skips: True skips a step whose loss or gradient is not finite, False ends the run. largest_allowed: largest finite
+    magnitude of a parameter's dtype. skipped: number of steps skipped so far.
     """
 
     skips: bool
@@ -61,11 +61,7 @@ class FinitePolicy:
         self._largest, self._sequences, self._in_a_row = largest_magnitude(self.parameters), sequences, 0
 
     def check_parameters(self, step: int, largest: Sequence[float]) -> None:
-        """Check that parameters are finite after `step`, by the `largest` of each rank.
-
-        Raises:
-            NumericError: a parameter is not finite; the update was made, so it cannot be skipped.
-        """
+        """Raise NumericError if a parameter is not finite after `step`, by the `largest` of each rank."""
         wrong = [each for each in largest if not each <= self.largest_allowed]  # NaN too
         if wrong:
             value = next(filter(math.isnan, wrong), max(wrong))
@@ -73,11 +69,7 @@ class FinitePolicy:
             self._stop(found, "Lower optimizer.lr or optimizer.weight_decay. The model is not saved.")
 
     def accepts(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
-        """Return whether a value of the current step is finite; if not, skip the step or end the run. Collective.
-
-        Raises:
-            NumericError: the value is not finite, and the run ends.
-        """
+        """Return whether a value of this step is finite; if not, skip the step or raise NumericError. Collective."""
         if math.isfinite(value):
             return True
         found = NotFinite(step=step, what=what, value=str(value), sequences=tuple(sequences))
@@ -101,7 +93,7 @@ class FinitePolicy:
 
 @dataclass(kw_only=True)
 class RunStepEnd(StepEnd):
-    """The end of a run's steps on one rank. ranks: the ranks' numbers of the last step."""
+    """The end of a run's steps on one rank. ranks: all ranks' numbers of the last step."""
 
     rank: int
     finite: FinitePolicy

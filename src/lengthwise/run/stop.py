@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop: noted, and obeyed at the end of a step."""
+"""Signals that ask a run to stop: noted at once, obeyed at the end of a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class StopRequest:
     """Counts the signals that ask this process to stop: Ctrl-C, SIGTERM, and SIGHUP when the terminal closes.
 
-    ends_at_the_second: a process without a parent that would end it ends itself at the second signal. Python is
-    interrupted; if it does not react, during a long operation of torch, the process exits three seconds later.
-    announces: print an answer to the first Ctrl-C at once, as a step may take minutes to end. A `StopRequest` takes
-    over the signal of an earlier one, in a forked child too.
+    ends_at_the_second: True for a process without a parent that would end it: the second signal interrupts Python, and
+    three seconds later the process exits, even during a long operation of torch. announces: True answers the first
+    Ctrl-C at once, as a step may take minutes. A `StopRequest` takes over the signal of an earlier one, in a forked
+    child too.
     """
 
     def __init__(self, *, ends_at_the_second: bool = False, announces: bool = False) -> None:
@@ -28,10 +28,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """Note signals inside the block instead of being interrupted by them.
-
-        Only in the main thread, where Python allows signal handlers.
-        """
+        """Note signals inside the block instead of raising them; only in the main thread, as Python requires."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -58,13 +55,13 @@ class StopRequest:
 
 
 def asking_signals() -> list[int]:
-    """Return the signals that ask this process to stop; under nohup SIGHUP is none of them."""
+    """Return the signals that ask this process to stop; not SIGHUP under nohup."""
     return [each for each in _ASKING if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
 
 
 @contextlib.contextmanager
 def _ending_at_the_second() -> Iterator[None]:
-    """Start a thread that ends this process some seconds after a second signal, unless the block has ended.
+    """End this process by a thread some seconds after a second signal, unless the block has ended.
 
     Python handles signals only between its own instructions, so the thread reads them from a pipe.
     """

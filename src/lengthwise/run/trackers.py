@@ -1,8 +1,7 @@
 """Reports of a run to experiment trackers, through the callbacks of transformers.
 
-They are called in the loop of rank 0, as by transformers' Trainer, so the run waits for a slow one. One that raises is
-named once and not called again. They start with the first report, so that the processes that a run forks do not inherit
-them.
+Rank 0 calls them in its loop, as transformers' Trainer does, so the run waits for a slow one. A tracker that raises is
+named once and not called again. Trackers start with the first report, so that forked processes do not inherit them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LOGS |= {"lr": "learning_rate", "peak_memory_bytes": "peak_memory_bytes"}
 
 
 class Trackers(Callback):
-    """Reports steps and evaluations to the trackers of `report_to`. say: called with a tracker's failure, a line."""
+    """Reports steps and evaluations to the trackers of `report_to`. say: function for a line on a tracker's failure."""
 
     def __init__(self, job: Job, say: Callable[[str], None]) -> None:
         self._job, self._say = job, say
@@ -64,7 +63,7 @@ class Trackers(Callback):
 
 
 class _Tracker:
-    """Calls a callback of transformers as their Trainer does; the callback is made by the first call."""
+    """Calls a callback of transformers, which the first call makes, as their Trainer does."""
 
     def __init__(self, name: str, job: Job, first_step: int) -> None:
         from transformers import TrainerControl, TrainerState
@@ -77,7 +76,7 @@ class _Tracker:
             project=os.environ.get("TRACKIO_PROJECT", "lengthwise"),
             trackio_space_id=os.environ.get("TRACKIO_SPACE_ID"),
             trackio_bucket_id=None,
-            trackio_static_space_id=False,  # nothing is published at the end
+            trackio_static_space_id=False,  # publishes nothing at the end
             hub_private_repo=None,
             to_dict=lambda: dict(settings),
             to_json_string=lambda: json.dumps(settings, indent=2),
@@ -109,4 +108,4 @@ def _callback_of(name: str, tensorboard: str, first_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     folder = os.path.expanduser(os.environ.get("TENSORBOARD_LOGGING_DIR", tensorboard))
-    return INTEGRATION_TO_CALLBACK[name](SummaryWriter(folder, purge_step=first_step))  # drops steps that are repeated
+    return INTEGRATION_TO_CALLBACK[name](SummaryWriter(folder, purge_step=first_step))  # drops repeated steps

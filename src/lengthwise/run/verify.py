@@ -117,13 +117,10 @@ def verify_rank(
     on_phase: Callable[[str], None],
     notes: list[str],
 ) -> VerifyReport | None:
-    """Compute both and compare, on rank 0; other ranks return None once the gradients are gathered.
+    """Compute the planned and the plain step and compare, on rank 0; other ranks return None after their gradients.
 
-    The transport is closed. batch_of: makes the batch, alike on all ranks, from the job and the planning of its steps.
-    notes: begin the notes of the report.
-
-    Raises:
-        MemoryShortage: the two models do not fit beside each other.
+    Closes the transport. batch_of: function that makes the batch, alike on all ranks, from the job and the planning of
+    its steps. notes: first notes of the report.
     """
     with reporting_shortage(
         lambda: f"rank {world.rank}, verify",
@@ -183,7 +180,7 @@ def _shared_keys(job: Job, plan: Plan) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Planned:
-    """Results of a plan, whole on rank 0. sums: see `VerifyReport`."""
+    """Results of a plan, whole on rank 0. sums: as in `VerifyReport`."""
 
     found: Reference
     sums: Mapping[str, float]
@@ -239,7 +236,7 @@ def _add(total: Tensor, grad: Tensor) -> None:
 
 @contextmanager
 def _summing(model: nn.Module, *, asked: bool) -> Iterator[dict[str, Tensor]]:
-    """Sum the gradients of backwards inside the block in fp32 on the host, by trainable parameter; {} if not asked."""
+    """Sum the gradients of backwards inside the block, in fp32 on the host, by trainable parameter; {} if not asked."""
     sums: dict[str, Tensor] = {}
     hooks = []
     for name, parameter in trainable(model) if asked else ():
@@ -253,7 +250,7 @@ def _summing(model: nn.Module, *, asked: bool) -> Iterator[dict[str, Tensor]]:
 
 
 def _how_to_cut(job: Job, batch: StepBatch) -> str:
-    """Return settings under which a sequence is cut; every sequence of the data must still fit all ranks together."""
+    """Return settings that cut a sequence; every sequence of the data must still fit all ranks together."""
     longest = max(batch.lengths)
     if job.replicas == 1:
         return f"Give --ranks {2 * job.config.stages} or more."
@@ -272,7 +269,7 @@ def _how_to_cut(job: Job, batch: StepBatch) -> str:
 def _expected(
     job: Job, batch: StepBatch, device: torch.device, on_phase: Callable[[str], None]
 ) -> tuple[Reference, dict[str, Rounding]]:
-    """Compute the reference in one process, and the effect of rounding by precision where it decides.
+    """Compute the reference in one process, and the effect of rounding, by precision, if it decides.
 
     The reference of bf16 is fp32 at the rounded parameters; the reference of a model with states is fp64.
     """
@@ -311,7 +308,7 @@ def _expected(
 
 
 def _build(job: Job, **options: Any) -> nn.Module:
-    """Build the job's model, with both matrices of adapters random: next to zeros half of them had no gradient."""
+    """Build the job's model with both matrices of adapters random: beside zeros half of them have no gradient."""
     model = build_adapted(job.model, job.config.lora, seed=job.config.seed, draws_both=True, **options)
     stop_dropping(model)
     return model

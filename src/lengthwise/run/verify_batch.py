@@ -29,19 +29,18 @@ from lengthwise.run.job import Job
 from lengthwise.session.open import UNMEASURED_TOKENS
 from lengthwise.setup import memory_of_settings
 
-SECONDS = 60.0  # about what a part should take
+SECONDS = 60.0  # of a part, about
 _SEQUENCES, _LONGEST = 8, 2  # sequences of a part, and the number of long ones among them
-_LEAST = 32  # least tokens of a rank in a long sequence, however long they take
+_LEAST = 32  # least tokens of a rank in a long sequence, even if slow
 _OVERHEAD = 1.3  # seconds of a plan over seconds of evenly split work
-_SPLIT, _OFFLOADED = 2, 0.5  # ranks that share heads, and offloaded share of a microbatch, if the planner may choose
+_SPLIT, _OFFLOADED = 2, 0.5  # ranks that share heads, and offloaded share, if the planner may choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyBatch:
     """A batch to compare, and its plan.
 
-    job: with the rows and the layout that are compared. changes: differences from the run. seconds, num_bytes:
-    estimates.
+    job: job with the compared rows and layout. changes: differences from the run. seconds, num_bytes: estimates.
     """
 
     job: Job
@@ -53,13 +52,13 @@ class VerifyBatch:
 
 
 def held_before_measuring(job: Job) -> int:
-    """Return the capacity of a rank in tokens: that of the run, or one with which the longest sequence fits."""
+    """Return the capacity of a rank in tokens: the run's, or one with which the longest sequence fits."""
     given, sharing = job.config.capacity_tokens, 1 if job.config.planner == PACKED_DP else job.replicas
     return max(UNMEASURED_TOKENS, -(-job.longest_tokens // sharing)) if given == "auto" else given
 
 
 def whole_batch(job: Job, planning: StepPlanning, plan: Plan | None = None) -> VerifyBatch:
-    """Return the first global batch of the run. plan: used in place of a new plan."""
+    """Return the first global batch of the run. plan: plan to use in place of a new one."""
     batch = next(job.batches())
     return _estimated(job, planning.cost, batch, _planned(job, planning, batch.lengths) if plan is None else plan, ())
 
@@ -71,7 +70,7 @@ def _planned(job: Job, planning: StepPlanning, lengths: Sequence[int]) -> Plan:
 
 
 def part_of_batch(job: Job, planning: StepPlanning) -> VerifyBatch:
-    """Return a part of the first global batch that takes about a minute. planning: of the run's steps."""
+    """Return a part of the first global batch that takes about a minute. planning: planning of the run's steps."""
     first = next(job.batches())
     rows = _few(first)
     lengths = [int(job.dataset.lengths[row]) for row in rows]
@@ -108,7 +107,7 @@ def _with_rows(job: Job, rows: Sequence[int], lengths: Sequence[int], capacity: 
 
 
 def _few(batch: StepBatch) -> list[int]:
-    """Return the rows of a batch's longest sequences and of some others, from long to short."""
+    """Return rows of a batch: its longest sequences and some others, from long to short."""
     order = sorted(range(len(batch.ids)), key=lambda index: (-batch.lengths[index], index))
     others = order[_LONGEST:]
     places = np.linspace(0, len(others) - 1, min(len(others), _SEQUENCES - _LONGEST)).round().astype(int)
@@ -120,7 +119,7 @@ def _cut(lengths: Sequence[int], longest: int, most: int) -> list[int]:
 
 
 def _shortened(dataset: Dataset, rows: Sequence[int], lengths: Sequence[int]) -> Dataset:
-    """Return rows cut to `lengths` tokens each, which end with the last token that has a loss."""
+    """Return rows cut to `lengths` tokens that end with the last loss token."""
     builder = DatasetBuilder()
     builder.start_source("data", "data", tuple(dataset.name(row) for row in rows))
     for row, length in zip(rows, lengths, strict=True):
@@ -150,7 +149,7 @@ def _what_is_missing(job: Job, plan: Plan) -> list[tuple[Piece, tuple[int, ...]]
 
 
 def _extended(plan: Plan, more: Sequence[tuple[Piece, tuple[int, ...]]]) -> Plan:
-    """Append each piece to the plan as a microbatch of its own, with new sequences."""
+    """Append each piece as a microbatch of its own, with new sequences."""
     tokens, microbatches, requires = list(plan.tokens), list(plan.microbatches), set(plan.requires)
     for piece, own in more:
         sequences = tuple(range(len(tokens), len(tokens) + len(own)))
@@ -161,7 +160,7 @@ def _extended(plan: Plan, more: Sequence[tuple[Piece, tuple[int, ...]]]) -> Plan
 
 
 def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
-    """Return the plan with every option that the run leaves to the planner, and the names of those added."""
+    """Return the plan with every option that the run leaves to the planner, and the names of the added ones."""
     config, found = job.config, list(plan.microbatches)
     said = list[str]()
     if config.recompute == "auto" and "layer" in job.trained.kinds:

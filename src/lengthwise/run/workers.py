@@ -1,7 +1,7 @@
-"""Processes that tokenize: results come in order, and the end of a process costs nothing. They end with their parent.
+"""Processes that tokenize: results come in order, and the end of a process loses nothing. They end with their parent.
 
-A process that makes no progress at its task for a time, because it is stopped or its disk does not answer, is an error.
-Linux shows progress; elsewhere the parent waits.
+A process without progress at its task for a time, because it is stopped or its disk does not answer, is an error. Linux
+shows progress; elsewhere the parent waits.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from lengthwise.core.errors import RankError
 from lengthwise.core.processes import end_with_parent, kill_workers, let_threads_end
 from lengthwise.data.tokens import Runner
 
-_AT_ONCE = 4  # tasks a process: running, next, or finished and waiting for an earlier one
+_AT_ONCE = 4  # tasks per process: running, next, or finished and waiting for an earlier one
 _STUCK_SECONDS, _LOOK_SECONDS = 120.0, 1.0
 _IDLE = -1
-_ENDS = 3  # of processes at one task, after which it is an error
+_ENDS = 3  # ends of processes at one task that make an error
 
 _at: Any = None  # in a worker: process id and number of its task, in memory shared with its parent
 
@@ -39,8 +39,8 @@ def worker_processes(
 ) -> Runner:
     """Return a runner that computes tasks in `number` processes; 1 means in this process.
 
-    timeout_seconds: a process without progress for so long is a RankError. start: `fork` needs a process of one thread.
-    An error of a task ends all processes.
+    timeout_seconds: longest time of a process without progress, then RankError. start: `fork` needs a process of one
+    thread. An error of a task ends all processes.
     """
     if number == 1:
         return map
@@ -56,7 +56,7 @@ def worker_processes(
                     yield pool.result(waiting)
             while waiting:
                 yield pool.result(waiting)
-        finally:  # after Ctrl-C, too
+        finally:  # also after Ctrl-C
             pool.close()
 
     return run
@@ -70,8 +70,9 @@ class _Task:
 
 
 class _Pool:
-    """Processes with their tasks. Time without progress is a sum of short times between looks, because this process may
-    have been stopped as well.
+    """Processes with their tasks.
+
+    Time without progress is a sum of short times between looks, because this process may have been stopped as well.
     """
 
     def __init__(self, number: int, timeout_seconds: float, start: str) -> None:
@@ -84,7 +85,7 @@ class _Pool:
             let_threads_end()
         self._places: Sequence[Any] = [self._context.RawArray("q", [0, _IDLE]) for _ in range(self._number)]
         self._seen, self._still = [""] * self._number, [0.0] * self._number
-        self._idle, self._next = 0.0, None  # while no process is at a task, and the task that should begin
+        self._idle, self._next = 0.0, None  # time without any process at a task; the task that should begin
         free: Any = self._context.SimpleQueue()
         for place in range(self._number):
             free.put(place)
@@ -92,7 +93,7 @@ class _Pool:
         self._pool = ProcessPoolExecutor(self._number, mp_context=self._context, initializer=_start, initargs=arguments)
 
     def submit(self, task: _Task) -> None:
-        """Begin a task; if a process has ended, `result` begins again."""
+        """Submit a task; if a process has ended, `result` submits it again."""
         try:
             task.future = self._pool.submit(_do, task.function, task.place, task.content)
         except BrokenProcessPool as error:
@@ -122,7 +123,7 @@ class _Pool:
                 self._begin_again(waiting)
 
     def _begin_again(self, waiting: Iterable[_Task]) -> None:
-        """Start processes again for all tasks without a result; the end of one process has ended the pool."""
+        """Restart the processes for all tasks without a result, because the end of one ends the pool."""
         self.close()
         self._begin()
         for task in waiting:
@@ -153,7 +154,6 @@ class _Pool:
                 raise RankError("tokenizing", expected=expected, got="none", remedy=remedy)
 
     def close(self) -> None:
-        """Kill all processes."""
         kill_workers(self._pool)
         self._pool.shutdown(wait=True, cancel_futures=True)
 
@@ -175,7 +175,7 @@ def _do(function: Callable[[Any], Any], number: int, task: Any) -> Any:
 
 
 def _start(parent: int, places: Sequence[Any], free: Any) -> None:
-    """Leave Ctrl-C to the parent, and end with it; tokenizers' own threads would only fight for the same cores."""
+    """Leave Ctrl-C to the parent, and end with it; tokenizers use one thread, because each core has a process."""
     global _at
     _at = places[free.get()]
     end_with_parent(parent)
