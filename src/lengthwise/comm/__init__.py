@@ -1,6 +1,6 @@
 """Moves tensors between ranks: grouped transfers for rings, and the collectives of the step's end.
 
-`join` makes a `Transport`, the one interface. No communicator is made for a sequence: there is one global group for
+`join` makes a `Transport`, the one interface. No sequence has a communicator of its own: there is one global group for
 collectives and one for transfers; pipeline stages add one for messages between stages and one for the replicas of a
 stage (`Mesh`).
 """

@@ -1,7 +1,7 @@
-"""Seconds of a rank, and how many of them it waited for other ranks.
+"""Seconds of a rank, and of its waits for other ranks.
 
-The stream waits for tensors on a device; its wait is the time between two events around it, so only what is exposed
-counts. The host waits for host tensors. Events are read when an interval stops, which waits for the device once.
+For tensors on a device the stream waits; a wait is the time between two events around it, so only exposed time counts.
+For host tensors the host waits. Events are read when an interval stops, which waits for the device once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Seconds of an interval, and the seconds of it that the rank waited in transfers and in collectives."""
+    """Seconds of an interval, and of the rank's waits in it, in transfers and in collectives."""
 
     seconds: float
     transfer_seconds: float
@@ -24,12 +24,12 @@ class Spent:
 
     @property
     def waited_seconds(self) -> float:
-        """Seconds of both kinds of waiting."""
+        """Seconds of both kinds of waits."""
         return self.transfer_seconds + self.collective_seconds
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds not spent waiting; at least 0, as the clocks of host and device differ slightly."""
+        """Seconds outside waits; at least 0, as the clocks of host and device differ slightly."""
         return max(0.0, self.seconds - self.waited_seconds)
 
 
@@ -56,7 +56,8 @@ class Clock:
     def waiting(self, *, on_stream: bool = False, in_collective: bool = False) -> Iterator[None]:
         """Count the time inside the block as waiting; a nested block counts once.
 
-        on_stream: count time on the current stream, not on the host. in_collective: a collective, not a transfer.
+        on_stream: True counts time on the current stream, not on the host. in_collective: True for a collective, not a
+        transfer.
         """
         if self._is_waiting:
             yield
@@ -74,7 +75,7 @@ class Clock:
 
     @property
     def waited_seconds(self) -> float:
-        """All seconds waited; reading it waits until the device reaches the end of every wait."""
+        """Seconds of all waits; reading it waits until the device reaches their ends."""
         self.read()
         return self._waited.seconds(False) + self._waited.seconds(True)
 
@@ -103,7 +104,7 @@ class Interval:
         self._clock, self._before, self._start, self._start_seconds = clock, before, start, time.perf_counter()
 
     def stop(self) -> Spent:
-        """Wait for the device; return the seconds since the start, and those spent waiting."""
+        """Wait for the device; return the seconds since the start, and those of waits."""
         if self._start is None:
             seconds = time.perf_counter() - self._start_seconds
         else:

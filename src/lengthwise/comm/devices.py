@@ -1,7 +1,7 @@
-"""Which GPUs a process may use, or why none, found out in a child process.
+"""The GPUs that a process may use, or the reason why none, found out in a child process.
 
-With a driver too old for it, torch trains on the CPU without a word, so the child starts CUDA and reports torch's own
-error; a process that has started CUDA itself cannot fork ranks that use a GPU.
+With a driver too old for it, torch trains on the CPU silently, so the child starts CUDA and reports torch's own error;
+a process that has started CUDA itself cannot fork ranks that use a GPU.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 from lengthwise.core.processes import let_threads_end
 
 Answer = TypeVar("Answer")
-_ANSWER_SECONDS, _END_SECONDS = 600.0, 10.0  # of a child: to answer, and to end after its answer
+_ANSWER_SECONDS, _END_SECONDS = 600.0, 10.0  # for a child to answer, and to end after its answer
 _DRIVER_LIBRARY, _NOT_INITIALIZED = "libcuda.so.1", 3  # CUDA_ERROR_NOT_INITIALIZED
-_DRIVER = Path("/dev/nvidiactl")  # exists with the NVIDIA driver, also in a container that has access to it
+_DRIVER = Path("/dev/nvidiactl")  # exists with the NVIDIA driver, also in a container with access to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """The number of GPUs that this process may use; `why_none`: the reason if it is 0."""
+    """The number of GPUs that this process may use. why_none: the reason if it is 0."""
 
     number: int
     why_none: str = ""
@@ -46,7 +46,7 @@ def find_gpus() -> Gpus:
 
 
 def ask_in_a_child(ask: Callable[[], Answer]) -> Answer | int | None:
-    """Return what `ask` returns in a forked child, or the exit code of a child that ended without an answer.
+    """Return the result of `ask` in a forked child, or the exit code of a child that ended without an answer.
 
     A process that has started CUDA calls `ask` itself, because its fork could not use CUDA. A child that does not
     answer is killed.
@@ -107,7 +107,7 @@ def has_unused_gpu() -> bool:
 
 
 def gpu_of(device: torch.device) -> str:
-    """Return a name of the GPU behind a device: the same in all processes that use it, and unique for NCCL.
+    """Return the name of the GPU behind a device, the same in all processes that use it, and unique for NCCL.
 
     Launchers may show each process its GPU as number 0. NCCL_HOSTID overrides the machine's name, as in NCCL.
     """
@@ -118,7 +118,7 @@ def gpu_of(device: torch.device) -> str:
 def _start_cuda() -> Gpus:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch raises what it warns of, too
+            warnings.simplefilter("ignore")  # torch also raises what it warns of
             torch.cuda.init()
             return Gpus(number=torch.cuda.device_count())
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the reason

@@ -61,11 +61,7 @@ def share_first(transport: Transport, found: Mapping[str, str]) -> dict[str, str
 
 
 def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
-    """Run `work` on rank 0 and return its result, which must be JSON, on every rank. Collective.
-
-    Raises:
-        LengthwiseError: `work` raised it; raised on every rank.
-    """
+    """Return on every rank the result of `work` on rank 0, which must be JSON; raise its error on all. Collective."""
     found, problems = None, Collector()
     if not transport.rank:
         found = problems.attempt(work)
@@ -78,9 +74,7 @@ def from_first(transport: Transport, work: Callable[[], Value]) -> Value:
 def on_first_rank(transport: Transport, work: Callable[[], object]) -> None:
     """Run `work`, which writes, on rank 0 and wait for it. Collective.
 
-    Raises:
-        LengthwiseError: `work` raised it; raised on every rank.
-        OutputError: `work` raised another exception.
+    Raises its error on every rank; an error that is not ours becomes an OutputError.
     """
 
     def written() -> None:
@@ -88,7 +82,7 @@ def on_first_rank(transport: Transport, work: Callable[[], object]) -> None:
             work()
         except LengthwiseError:
             raise
-        except Exception as error:  # a library's; the other ranks wait for the result
+        except Exception as error:  # of a library; the other ranks wait for the result
             expected, remedy, got = (
                 "to write on rank 0",
                 "Correct what the error names.",
@@ -109,7 +103,7 @@ def raise_together(transport: Transport, problems: Sequence[LengthwiseError]) ->
 
 
 def share_names(transport: Transport, own: Iterable[str]) -> list[str]:
-    """Return the sorted names of all ranks; cheap if all ranks have the same names. Collective."""
+    """Return the sorted names of all ranks; cheap if all have the same. Collective."""
     names = sorted(own)
     text = json.dumps(names).encode()
     digest = float(int.from_bytes(hashlib.sha256(text).digest()[:6], "big"))
@@ -126,7 +120,7 @@ _SAME_RUN = "All ranks must run the same version of lengthwise with the same run
 
 
 def agree(transport: Transport, data: bytes, what: str, remedy: str = _SAME_RUN) -> None:
-    """Raise RankError, on every rank, if the `data` of any rank differ from rank 0's; the error names the ranks."""
+    """Raise RankError on every rank, with the ranks whose `data` differ from rank 0's, if there are any. Collective."""
     if transport.world_size == 1:
         return
     mine = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)

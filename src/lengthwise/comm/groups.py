@@ -1,4 +1,4 @@
-"""The groups of torch.distributed, and what is set for NCCL beyond its defaults. None of this was measured.
+"""The groups of torch.distributed, and the NCCL settings beyond its defaults. None of this was measured.
 
 Transfers run beside attention, whose grid fills the device: their group has high-priority streams and 8 CTAs.
 Collectives have 16 CTAs, because kernels of both must fit on the device together. NCCL_MAX_CTAS or NCCL_MIN_CTAS in the
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lengthwise.core.errors import PlanError
 
 TRANSFER_CTAS, COLLECTIVE_CTAS = 8, 16
-MOST_OPERATIONS = 64  # in one grouped call: NCCL cuts larger ones, and not at the same place on every rank
+MOST_OPERATIONS = 64  # in one grouped call: NCCL cuts larger ones, at different places on different ranks
 DEFAULTS = {"NCCL_NCHANNELS_PER_NET_PEER": "4", "NCCL_LAUNCH_ORDER_IMPLICIT": "1"}
 WATCHDOG_GRACE = timedelta(days=1)
 
@@ -56,8 +56,8 @@ def _own_of(groups: Sequence[Sequence[int]], make: Callable[..., Any], *, is_own
     """Make the groups that divide the ranks, and return this rank's.
 
     In a world that we own, only the members make a group: with thousands of groups all ranks would wait for each other
-    as often. torch then names a group by its members and by how many groups this process knows. In the world of a
-    user's loop that has made groups itself these counts may differ, so there all ranks make all groups, which torch
+    as often. torch then names a group by its members and by the number of groups that this process knows. In a user's
+    world, whose loop has made groups itself, these numbers may differ, so there all ranks make all groups, which torch
     numbers alike.
     """
     rank, own = dist.get_rank(), None
@@ -75,7 +75,7 @@ def set_defaults(environment: MutableMapping[str, str]) -> None:
 
 
 def nccl_options(timeout: timedelta, make_options: Any, environment: Mapping[str, str], *, for_transfers: bool) -> Any:
-    """Return the NCCL options of a group; `make_options` is torch's class of them."""
+    """Return the NCCL options of a group. make_options: torch's class of them."""
     options = make_options(is_high_priority_stream=for_transfers)
     options._timeout = timeout  # torch overwrites it with the group's, and warns if they differ
     if not (environment.get("NCCL_MAX_CTAS") or environment.get("NCCL_MIN_CTAS")):

@@ -2,7 +2,7 @@
 
 `Mesh.replicas` is a transport whose ranks are the replicas of this rank's stage: transfers use the world's group, in
 its order, and collectives run over these replicas alone. `Mesh.between` is for messages between stages: a grouped NCCL
-call ends only when both neighbours have reached it, and rings of the next action would wait behind it. Making a mesh
+call ends only when both neighbours have reached it, and rings of the next action would wait behind it. The constructor
 connects all edges of both. With one stage, all three transports are the world.
 """
 
@@ -18,7 +18,7 @@ from lengthwise.program.stage_program import rank_of
 class Mesh:
     """The place of a rank, `replica` and `stage`, and transports along both axes of `world`.
 
-    Making a mesh of several stages is collective.
+    The constructor is collective if there are several stages.
     """
 
     def __init__(self, world: Transport, stages: int) -> None:
@@ -76,4 +76,4 @@ class _Replicas(TransportWrapper):
         )
 
     def close(self) -> None:
-        """Leave it to the world."""
+        """Leave it open: the world closes it."""

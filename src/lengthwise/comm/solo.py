@@ -1,4 +1,4 @@
-"""The transport of a world of one rank, and of one rank measured without the others."""
+"""The transports of a world of one rank, and of one rank that is measured without the others."""
 
 from __future__ import annotations
 

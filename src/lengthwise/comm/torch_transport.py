@@ -42,12 +42,10 @@ def join(
     on_phase: Callable[[str], None] | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Transport:
-    """Claim the rank's device, join the other ranks, and return the transport; `say` reports its kind.
+    """Claim the rank's device, join the other ranks, and return the transport.
 
-    Raises:
-        TransferError: some ranks did not come.
-        RankError: some ranks are on GPUs and some are not.
-        ConfigError: ranks share a GPU and no wrapper is set, or see `transport_wrapper`.
+    say: function that is called with the kind of transport. Raises TransferError if some ranks do not come, RankError
+    if some are on GPUs and some are not, ConfigError if ranks share a GPU and no wrapper is set.
     """
     if world.world_size == 1:
         world.claim_device()
@@ -63,12 +61,9 @@ def join(
 
 
 def transport_wrapper() -> Callable[[Transport, TorchTransport], Transport] | None:
-    """Return the `module:name` of LENGTHWISE_TRANSPORT_WRAPPER, to wrap each rank's transport, or None.
+    """Return the wrapper that LENGTHWISE_TRANSPORT_WRAPPER names as `module:name`, or None.
 
     It is called with the transport and the world below it. Tests set it to `testing.checked` in each process of a run.
-
-    Raises:
-        ConfigError: the name cannot be imported.
     """
     asked = os.environ.get(WRAPPER, "")
     module, _, name = asked.partition(":")
@@ -238,7 +233,7 @@ class TorchTransport:
     ) -> Pending:
         phase = self.phase if key is None else f"{self.phase}, {key}"
         on_stream = self._watch is not None and any(map(lies_on_a_device, alive))
-        # While the host posts to a GPU, the GPU works on; gloo sends some bytes while it posts.
+        # While the host posts to a GPU, the GPU works; gloo sends some bytes while it posts.
         with nullcontext() if on_stream else self.clock.waiting(in_collective=peers is None):
             works = self._guard(call, peers, phase=phase)
         if self._watch is not None and on_stream:
@@ -290,7 +285,7 @@ class _Among(TorchTransport):
         self._world.phase = phase
 
     def close(self) -> None:
-        """Leave it to the world."""
+        """Leave it open: the world closes it."""
 
 
 @dataclass(kw_only=True)
@@ -300,8 +295,8 @@ class _TorchPending:
     transport: TorchTransport
     works: Sequence[dist.Work]
     peers: Sequence[int] | None
-    phase: str  # when it was posted; the host may be much further when it waits
-    alive: Sequence[Tensor]  # kept, because gloo and NCCL read and write them in the background
+    phase: str  # when posted; the host may be much further when it waits
+    alive: Sequence[Tensor]  # kept because gloo and NCCL use them in the background
     on_stream: bool
 
     def wait(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-GRACE_SECONDS = 60.0  # after the time-out, until a query that does not return ends the process
+GRACE_SECONDS = 60.0  # after the time-out, until an unanswered query ends the process
 
 
 class Handle(Protocol):
@@ -38,7 +38,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Posted:
-    """A call under way: its handle, the event before it, where in the step it was posted, and who must answer."""
+    """A call under way: its handle, the event before it, its phase of the step, and the ranks that must answer."""
 
     handle: Handle
     reached: Event
@@ -85,8 +85,8 @@ class Overdue:
 class TransferWatch:
     """Calls `overdue` once, from its own thread, with the oldest call that took longer than `timeout_seconds`.
 
-    poll_seconds: between looks. begin: called first in the thread. ends_frozen: end the process if a look takes longer
-    than the time-out plus `grace_seconds`; this uses `faulthandler.dump_traceback_later`.
+    poll_seconds: time between looks. begin: function that the thread calls first. ends_frozen: True ends the process,
+    by `faulthandler.dump_traceback_later`, if a look takes longer than the time-out plus `grace_seconds`.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class TransferWatch:
         self._thread.start()
 
     def add(self, handles: Sequence[Handle], *, reached: Event, phase: str, others: str) -> None:
-        """Watch calls that were just posted; `reached`: the device's event right before them."""
+        """Watch calls that were just posted. reached: the device's event right before them."""
         self._calls.add([Posted(handle=handle, reached=reached, phase=phase, others=others) for handle in handles])
 
     def close(self) -> None:
@@ -125,7 +125,7 @@ class TransferWatch:
                 faulthandler.cancel_dump_traceback_later()
 
     def _give_time(self) -> None:
-        """Make faulthandler end the process unless this method is called again in time."""
+        """Postpone the end of the process by faulthandler, until this method is called again."""
         if self._frozen_seconds is None or sys.__stderr__ is None:
             return
         if self._calls.is_waiting:
@@ -138,7 +138,7 @@ class TransferWatch:
             self._give_time()
             try:
                 late = self._calls.look(time.monotonic())
-            except RuntimeError:  # the device has failed: the main thread meets it by itself
+            except RuntimeError:  # the device has failed; the main thread will raise it
                 return
             if late is not None:
                 self._overdue(late)

@@ -12,7 +12,7 @@ from lengthwise.comm.clock import Clock
 Message = tuple[Tensor, int]
 """A contiguous tensor and the rank that receives or sends it."""
 Key: TypeAlias = tuple[object, ...]
-"""Identifies a collective of a run (`engine.wave_order.CallKey`): the same on all ranks."""
+"""Identity of a collective of a run (`engine.wave_order.CallKey`), the same on all ranks."""
 
 
 def lies_on_a_device(tensor: Tensor) -> bool:
@@ -26,8 +26,7 @@ class Pending(Protocol):
     def wait(self) -> None:
         """Wait until every message has arrived and left; on a GPU, make the current stream wait for that.
 
-        Raises:
-            TransferError: a peer is gone or the time-out has passed; names rank, step and phase.
+        TransferError, with rank, step and phase: a peer is gone or the time-out has passed.
         """
 
 
@@ -43,12 +42,12 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
-    device_ranks: int  # ranks that share this rank's device, this one included
+    device_ranks: int  # ranks that share this rank's device, itself included
     clock: Clock
 
     @property
     def phase(self) -> str:
-        """Where in the step this rank is, in words; the caller sets it, and errors name it."""
+        """This rank's place in the step, in words; the caller sets it, and errors name it."""
         ...
 
     @phase.setter
@@ -72,10 +71,9 @@ class Transport(Protocol):
         """Begin a `reduce_scatter`.
 
         Several collectives may be under way, posted in one order on all ranks. Without a `key`, none may be posted
-        while this
-        rank has a transfer under way, nor a transfer beside one: a rank that waits in one could wait for a rank that
-        waits for it. With a `key`, transfers may be posted beside it: the key identifies the call on all ranks, which
-        post it in the same place of one order, transfers included. Keys increase.
+        while this rank has a transfer under way, nor a transfer beside one: a rank that waits in one could wait for a
+        rank that waits for it. With a `key`, transfers may be posted beside it: the key identifies the call on all
+        ranks, which post it in the same place of one order, transfers included. Keys increase.
         """
         ...
 
@@ -96,7 +94,7 @@ class Transport(Protocol):
     def apart(self) -> Transport:
         """Return the same ranks with their own queue of transfers, which waits behind no others. Collective.
 
-        Ranks still post these in one order with all others. No connections are made yet.
+        Ranks still post these in one order with all others. Connections are not made yet.
         """
         ...
 
@@ -105,7 +103,7 @@ class Transport(Protocol):
 
 
 class TransportWrapper:
-    """A transport around another one, to which it passes every call that a subclass does not override."""
+    """A transport around another one; it passes on every call that a subclass does not override."""
 
     def __init__(self, inner: Transport) -> None:
         self._inner = inner
@@ -119,7 +117,6 @@ class TransportWrapper:
 
     @property
     def phase(self) -> str:
-        """Where in the step this rank is, in words."""
         return self._inner.phase
 
     @phase.setter
@@ -127,45 +124,34 @@ class TransportWrapper:
         self._inner.phase = phase
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Connect to these ranks."""
         self._inner.connect(peers)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post one grouped call (see `Transport.exchange`)."""
         return self._inner.exchange(sends, receives)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place."""
         self._inner.all_reduce(tensor)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Sum over all ranks and keep this rank's slice."""
         self._inner.reduce_scatter(output, source)
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Begin a `reduce_scatter`."""
         return self._inner.reduce_scatter_async(output, source, key=key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Concatenate the tensors of all ranks."""
         self._inner.all_gather(output, source)
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Begin an `all_gather`."""
         return self._inner.all_gather_async(output, source, key=key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite with the tensor of rank `source`."""
         self._inner.broadcast(tensor, source)
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group (see `Transport.among`)."""
         return self._inner.among(groups)
 
     def apart(self) -> Transport:
-        """Return the same ranks with transfers of their own (see `Transport.apart`)."""
         return self._inner.apart()
 
     def close(self) -> None:
-        """Leave the world."""
         self._inner.close()

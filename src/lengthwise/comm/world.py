@@ -1,4 +1,4 @@
-"""Which rank this process is, its device, and how it finds the others; alone reads the launcher's environment."""
+"""A process's rank, its device, and the way to the others; only this module reads the launcher's environment."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from lengthwise.core.errors import ConfigError, RankError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Met:
-    """What a rank learns when all have come: whether any two share a GPU, and how many ranks share its device.
+    """What a rank learns when all have come.
 
-    host: the group for host memory. owned: we made the process group, so we end it.
+    shares_gpus: True if any two ranks share a GPU. device_ranks: number of ranks on this rank's device. host: group for
+    host memory. owned: True if we made the process group, so we end it.
     """
 
     shares_gpus: bool
@@ -35,16 +36,17 @@ class Met:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One process of a run. rendezvous: a file that all local ranks share; if None, torchrun's environment is used.
+    """One process of a run.
 
-    gpus: GPUs of this machine that this process sees and the run uses; 0 if it computes on the CPU.
-    attached: the process group exists already. ended: why the ranks before these ended, if they were started again.
+    rendezvous: file that all local ranks share; None means torchrun's environment. gpus: number of GPUs of this machine
+    that this process sees and the run uses, 0 for the CPU. attached: True if the process group exists already. ended:
+    reason why the ranks before these ended, "" at the first start.
     """
 
     rank: int
     world_size: int
     local_rank: int = 0
-    local_size: int = 1  # ranks on this machine
+    local_size: int = 1  # number of ranks on this machine
     rendezvous: Path | None = None
     gpus: int = 0
     attached: bool = False
@@ -52,7 +54,7 @@ class World:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank; if there are more local ranks than GPUs, they share GPUs in turn."""
+        """Device of this rank; if there are more local ranks than GPUs, they share GPUs in turn."""
         return torch.device("cuda", self.local_rank % self.gpus) if self.gpus else torch.device("cpu")
 
     def claim_device(self) -> None:
@@ -61,11 +63,7 @@ class World:
             torch.cuda.set_device(self.device)
 
     def connect(self, timeout: timedelta) -> Met:
-        """Join the gloo group of all ranks, or the existing one, and return what the ranks share.
-
-        Raises:
-            RankError: some ranks are on GPUs and some are not.
-        """
+        """Join the gloo group of all ranks, or the existing one, and return what the ranks share."""
         self.claim_device()  # also in a user's loop: clocks and memory are those of the current device
         if self.attached:
             host = gloo_group(timeout)
@@ -78,7 +76,7 @@ class World:
             # its own starts, so several nodes need a new store each time (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1).
             shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
             start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if shared else "in a new store"
-            # A process may meet the others again after it left them, as two sessions in a row do.
+            # A process may meet the others again, as two sessions in a row do.
             store = PrefixStore(f"start {start} of {self.world_size}, meeting {next(_meetings)}", store)
         else:
             _use_loopback()
@@ -115,7 +113,7 @@ class World:
         return store.add("on_gpu", 0), store.add("sharing", 0) > 0, device_ranks
 
     def _ask(self, host: dist.ProcessGroup) -> tuple[int, bool, int]:
-        """Do `_meet` over an existing group: ranks compare digests of their GPUs' names."""
+        """Return the same as `_meet` over an existing group: ranks compare digests of their GPUs' names."""
         name = gpu_of(self.device) if self.gpus else f"cpu of {socket.gethostname()}"
         digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
         mine = torch.tensor([int(self.gpus > 0), digest])
@@ -125,7 +123,7 @@ class World:
         return on_gpu, on_gpu > 0 and len(set(devices)) < len(devices), devices.count(digest)
 
 
-_meetings = count()  # the same on all ranks, which meet equally often
+_meetings = count()  # the same number on all ranks, which meet equally often
 
 _MPI = {  # launchers' variables for rank, size, and rank and size on this machine
     "Open MPI": tuple(f"OMPI_COMM_WORLD_{each}" for each in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
@@ -137,9 +135,8 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 def world_from_environment() -> World | None:
     """Return the world of torchrun or mpirun, or None if the process was started alone.
 
-    Raises:
-        ConfigError: torchrun's variables are incomplete, invalid or contradictory, or mpirun started several machines
-        without the address of the first.
+    Raises ConfigError if torchrun's variables are incomplete, invalid or contradictory, or if mpirun started several
+    machines without the address of the first.
     """
     values = {name: os.environ.get(name) for name in _TORCHRUN}
     if values["RANK"] is None and values["WORLD_SIZE"] is None:
@@ -154,7 +151,7 @@ def world_from_environment() -> World | None:
         remedy = "Start with torchrun, or unset these variables and use --ranks."
         raise ConfigError(where, expected=f"all of {', '.join(values)}, as torchrun sets them", got=got, remedy=remedy)
     rank, world_size, local_rank = (int(number or 0) for number in numbers)
-    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")  # launchers other than torchrun may leave it out
+    local_size = os.environ.get("LOCAL_WORLD_SIZE", "")  # launchers other than torchrun may lack it
     return World(
         rank=rank,
         world_size=world_size,
@@ -182,7 +179,7 @@ def _take_from_mpi() -> None:
 
 
 def session_world(device: torch.device) -> World:
-    """Return the world of a user's loop whose model is on `device`; ConfigError: incomplete launcher variables."""
+    """Return the world of a user's loop whose model is on `device`; ConfigError for incomplete launcher variables."""
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
     local = 0
     if device.type == "cuda":

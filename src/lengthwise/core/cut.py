@@ -13,7 +13,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=4096)
 def chunk_bounds(length: int, degree: int, shares: tuple[float, ...] | None = None) -> tuple[int, ...]:
-    """Return the 2 x degree + 1 borders of the chunks. `shares`: one weight per position, half for each chunk."""
+    """Return the 2 x degree + 1 borders of the chunks. shares: one weight per position, half for each chunk."""
     if shares is None:
         return tuple(length * k // (2 * degree) for k in range(2 * degree + 1))
     weights = [Fraction(share) for share in shares]

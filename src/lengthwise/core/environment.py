@@ -9,7 +9,7 @@ _ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def prepare_environment(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that GPUs need, before torch is imported; keep what the user has set.
+    """Set the variables that GPUs need before the import of torch; keep the user's values.
 
     Expandable segments: fixed segments would fragment as microbatches change size (torch reads the old name first).
     NVML: the other check initializes the driver in this process, which then could not fork ranks.

@@ -12,19 +12,19 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-_CODE_LINE = re.compile(r"\n(?=    )")  # of a remedy
+_CODE_LINE = re.compile(r"\n(?=    )")  # in a remedy
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)(?:\|([^{}]+))?\}")
 
 
 class LengthwiseError(Exception):
     """One problem, reported in one line; indented lines of code in a remedy stay lines.
 
-    where: a file and row (`train.jsonl:3`), a config path (`optimizer.lr`), or a rank, step and phase.
-    expected, remedy: name other options in braces, "{capacity_tokens}", with other words if a command may lack the
-    option: "{clip|leave it out}". got: text that is never filled in.
+    where: a file and row (`train.jsonl:3`), a config path (`optimizer.lr`), or a rank, step and phase. expected,
+    remedy: texts that name options in braces, "{capacity_tokens}", with other words if a command may lack the option:
+    "{clip|leave it out}". got: text without such names.
     """
 
-    code = "error"  # short and stable, to search for
+    code = "error"  # short, stable and searchable
     exit_status = 1
     place = ""  # file and line of a run file's key; the message is then "PLACE WHERE: got -> expected. remedy"
 
@@ -34,11 +34,11 @@ class LengthwiseError(Exception):
 
     @property
     def key(self) -> str:
-        """The option or config path at fault: the first word of `where`."""
+        """Option or config path at fault: the first word of `where`."""
         return self.where.partition(" ")[0].partition(":")[0]
 
     def render(self, names: Mapping[str, str]) -> str:
-        """Return the message, with options called by their `names`; others keep their own name."""
+        """Return the message with options replaced by their `names`; others keep their own name."""
         where = f"{self.place} {names.get(self.key, self.key)}{self.where[len(self.key) :]}"
         text = self._text(_filled(self.expected, names), _filled(self.remedy, names))
         first, *code = _CODE_LINE.split(f"error[{self.code}] {where}: {text}")
@@ -144,7 +144,7 @@ class CallbackError(LengthwiseError):
 
 
 class Problems(LengthwiseError):  # noqa: N818 - a list of errors
-    """Several problems at once, one line each, so that a user can correct them all before the next try."""
+    """Several problems, one line each, so that a user can correct them all before the next try."""
 
     code = "problems"
 
@@ -163,14 +163,14 @@ class Problems(LengthwiseError):  # noqa: N818 - a list of errors
 
 
 class Collector:
-    """Collect errors and raise them together."""
+    """Collects errors and raises them together."""
 
     def __init__(self) -> None:
         self.problems: list[LengthwiseError] = []
         self._lines: set[str] = set()
 
     def attempt(self, call: Callable[[], Result]) -> Result | None:
-        """Return what `call` returns; if it raises an error of ours, keep the error and return None."""
+        """Return the result of `call`; if it raises an error of ours, keep the error and return None."""
         try:
             return call()
         except Problems as several:
@@ -187,12 +187,12 @@ class Collector:
             self.problems.append(error)
 
     def raise_all(self) -> None:
-        """Raise the errors kept, if any (see `raise_problems`)."""
+        """Raise the kept errors, if any (see `raise_problems`)."""
         raise_problems(self.problems)
 
 
 def raise_problems(problems: Sequence[LengthwiseError]) -> None:
-    """Raise the one error, or `Problems` if there are several; return if there are none."""
+    """Raise the only error, or `Problems` if there are several; return if there are none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -200,7 +200,7 @@ def raise_problems(problems: Sequence[LengthwiseError]) -> None:
 
 
 def as_values(problems: Sequence[LengthwiseError]) -> list[tuple[str, ...]]:
-    """Return errors as values of JSON, which another process reads with `from_values`."""
+    """Return errors as JSON values, which another process reads with `from_values`."""
     return [(_kind(each), each.where, each.expected, each.got, each.remedy, each.place) for each in problems]
 
 

@@ -22,8 +22,8 @@ from typing import Any, TextIO
 
 from lengthwise.core.errors import ConfigError, OutputError
 
-MOST_BYTES = 256 << 20  # limit of a file that is read whole; a plan of a million sequences has 30 MB
-_FORKS_END_SECONDS = 10.0  # in which the forks of a killed process end, such as the ranks of a launcher
+MOST_BYTES = 256 << 20  # limit of a whole file; a plan of a million sequences has 30 MB
+_FORKS_END_SECONDS = 10.0  # time in which the forks of a killed process, such as a launcher's ranks, end
 _WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 _GZIP = b"\x1f\x8b"
 _OPENED = ("/dev/fd", "/proc/self/fd")  # pipes that a shell opened: `--lengths <(command)`
@@ -32,10 +32,8 @@ _OPENED = ("/dev/fd", "/proc/self/fd")  # pipes that a shell opened: `--lengths 
 def try_lock(path: Path) -> TextIO | str:
     """Create and lock `path` until the returned file is closed, or return the name of the process that holds it.
 
-    On a disk without locks, as some networks have, the file is returned without one, with a warning.
-
-    Raises:
-        OSError: the file cannot be created.
+    On a disk without locks, as some networks have, return the file unlocked, with a warning. OSError: the file cannot
+    be created.
     """
     while True:
         file = path.open("a+", encoding="utf-8")
@@ -51,7 +49,7 @@ def try_lock(path: Path) -> TextIO | str:
                 raise
             text = f"{path.parent}: this disk has no file locks ({error.strerror}); let no other job write there"
             warnings.warn(text, RuntimeWarning, stacklevel=2)
-        with contextlib.suppress(FileNotFoundError):  # its owner removed it between our two calls
+        with contextlib.suppress(FileNotFoundError):  # the owner removed it between our two calls
             if os.path.samestat(os.fstat(file.fileno()), path.stat()):
                 break
         file.close()
@@ -62,13 +60,10 @@ def try_lock(path: Path) -> TextIO | str:
 
 
 def claim(path: Path, *, what: str) -> TextIO:
-    """Lock `path` until the returned file is closed; if its owner is dead, wait for forks of it, which still hold it.
+    """Lock `path` until the returned file is closed; wait for forks of a dead owner, which still hold it.
 
-    what: the folder that the lock is for, in messages.
-
-    Raises:
-        OSError: the file cannot be created.
-        OutputError: another process holds the lock.
+    what: the folder of the lock, for messages. OutputError: another process holds the lock. OSError: the file cannot be
+    created.
     """
     deadline = time.monotonic() + _FORKS_END_SECONDS
     while isinstance(held := try_lock(path), str):
@@ -95,7 +90,7 @@ def _is_dead(owner: str) -> bool:
 
 
 def owner_name(pid: int) -> str:
-    """Return the name under which `try_lock` reports a process of this machine."""
+    """Return the name by which `try_lock` reports a process of this machine."""
     return f"process {pid} on {socket.gethostname()}"
 
 
@@ -109,20 +104,20 @@ def sync(path: Path) -> None:
 
 
 def make_readable(path: Path) -> None:
-    """Give a file the mode of any new file: some libraries write theirs for their owner alone."""
+    """Set the usual mode of a new file: some libraries write theirs for the owner alone."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file whole and synced; if that fails, raise OSError and keep the old file."""
+    """Write a file whole and synced; on OSError the old file stays."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8")
         sync(unfinished)
         unfinished.replace(path)
-    except BaseException:  # the half file goes, after Ctrl-C too
+    except BaseException:  # removes the unfinished file, after Ctrl-C too
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
@@ -132,7 +127,7 @@ def replace_file(path: Path, text: str) -> None:
 def whole_folder(path: Path, *, replaces: bool = False) -> Iterator[Path]:
     """Yield a folder that becomes `path`, synced and whole, when the block ends without an error.
 
-    replaces: `path` may exist, and is then replaced.
+    replaces: True replaces an existing `path`.
     """
     unfinished, previous = unfinished_of(path), previous_of(path)
     try:
@@ -173,8 +168,7 @@ def previous_of(path: Path) -> Path:
 def read_plain(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
     """Read a regular file, or a pipe that the shell opened.
 
-    Raises:
-        OSError: it does not exist, has too many bytes, or is a device or another pipe (which may be endless).
+    OSError: it does not exist, has too many bytes, or is a device or another pipe (which may be endless).
     """
     with open(_opened(path), "rb") as file:
         content = file.read(most_bytes + 1)
@@ -185,7 +179,7 @@ def read_plain(path: str | Path, *, most_bytes: int = MOST_BYTES) -> bytes:
 
 def _opened(path: str | Path) -> int:
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # without it, opening a pipe waits for a writer
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # otherwise opening a pipe waits for a writer
     except ValueError:  # NUL, or characters that cannot be encoded
         raise OSError(errno.EINVAL, "not a valid file name") from None
     kind = os.fstat(descriptor).st_mode
@@ -203,7 +197,7 @@ def _is_the_shells(path: str | Path) -> bool:
 
 
 def read_json(path: str | Path) -> Any:
-    """Read a JSON file; raise ValueError if it cannot be read, is not UTF-8, or `parse_json` refuses it."""
+    """Read a JSON file; ValueError if it cannot be read, is not UTF-8, or `parse_json` refuses it."""
     try:
         raw = read_plain(path)
     except OSError as error:
@@ -218,8 +212,7 @@ def read_json(path: str | Path) -> Any:
 def parse_json(text: str) -> Any:
     """Parse JSON and refuse repeated keys; NaN and Infinity become floats, which the caller must refuse.
 
-    Raises:
-        ValueError: empty text, invalid JSON, a byte order mark, a repeated key, or nesting too deep to read.
+    ValueError: empty text, invalid JSON, a byte order mark, a repeated key, or nesting too deep to read.
     """
     if not text.strip():
         raise ValueError("an empty file")
@@ -236,7 +229,7 @@ def parse_json(text: str) -> Any:
 
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make the dictionary of an object (`json`'s `object_pairs_hook`); raise ValueError for a repeated key."""
+    """Return the dictionary of an object (`json`'s `object_pairs_hook`); ValueError for a repeated key."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -267,7 +260,7 @@ def is_path(name: str) -> bool:
 
 
 def read_json_object(path: str) -> dict[str, Any]:
-    """Read a user's JSON object; raise ConfigError if there is no file, no valid JSON, or no object."""
+    """Read a user's JSON object; ConfigError if the file is missing, invalid, or no object."""
     try:
         content = read_json(path)
     except ValueError as error:
@@ -288,9 +281,7 @@ def compress_plan(text: str) -> bytes:
 def read_plan_text(path: str | Path) -> str:
     """Read the JSON of a plan file.
 
-    Raises:
-        OSError: see `read_plain`; or broken gzip, or more bytes than a plan can have.
-        UnicodeDecodeError: not UTF-8.
+    OSError: as in `read_plain`, broken gzip, or more bytes than a plan can have. UnicodeDecodeError: not UTF-8.
     """
     content = read_plain(path)
     if content.startswith(_GZIP):
@@ -305,7 +296,7 @@ def read_plan_text(path: str | Path) -> str:
 
 
 def found_at(path: Path) -> str:
-    """Return the size of a file in words, or why it has none (a link, the error of reading it)."""
+    """Return the size of a file in words, or the reason why it has none (a link, the error of reading it)."""
     try:
         return "a link" if path.is_symlink() else f"{path.stat().st_size} bytes"
     except OSError as error:

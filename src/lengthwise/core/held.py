@@ -1,4 +1,4 @@
-"""Tokens held by each rank of a microbatch, and the limit that the plan file sets.
+"""Tokens that each rank of a microbatch holds, and the limit that the plan file sets.
 
 The rule of `core.cut` for whole pieces: `held_tokens` counts each position, `held_at_most` bounds them, `held_by_rank`
 counts each rank of a microbatch. A rank may hold the capacity plus `rounding_tokens`.
@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 from lengthwise.core.cut import local_tokens
 from lengthwise.core.plan import Microbatch, Plan
 
-ROUNDING_TOKENS = 1  # by which each cut sequence of a microbatch raises the limit of its ranks
-_EXACT = 2**62  # products up to here fit int64
+ROUNDING_TOKENS = 1  # added to the limit of a microbatch's ranks by each cut sequence
+_EXACT = 2**62  # largest product that fits int64
 
 Tokens = TypeVar("Tokens", int, NDArray[np.int64])
 
 
 def held_tokens(lengths: Iterable[int], degree: int, shares: tuple[float, ...] | None = None) -> NDArray[np.int64]:
-    """Count the tokens of sequences of these lengths that each of `degree` positions holds; entry j is position j."""
+    """Count the tokens that each of `degree` positions holds of sequences of these lengths, (degree,)."""
     held = np.zeros(degree, dtype=np.int64)
     if degree == 1:
         held[0] = sum(lengths)
@@ -44,12 +44,12 @@ def held_at_most(length: Tokens, degree: int) -> Tokens:
 
 
 def rounding_tokens(sequences: int, degree: int) -> int:
-    """Return how far each rank of a piece may exceed the capacity, in tokens, with so many sequences."""
+    """Return how many tokens beyond the capacity each rank of a piece with these sequences may hold."""
     return ROUNDING_TOKENS * sequences if degree > 1 else 0
 
 
 def held_by_rank(plan: Plan, microbatch: Microbatch) -> tuple[Counter[int], Counter[int]]:
-    """Return, for each rank of a microbatch, the tokens it holds, and those it may hold above the capacity."""
+    """Return, by rank of a microbatch, the tokens it holds, and the tokens it may hold above the capacity."""
     held, rounding = Counter[int](), Counter[int]()
     for piece in microbatch.pieces:
         lengths = [plan.tokens[i] for i in piece.sequences]

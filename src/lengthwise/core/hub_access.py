@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub answers, asked once: its own library retries for a minute at each file."""
+"""Whether the Hugging Face hub answers, asked once; its own library retries for a minute at each file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
-HUB_SECONDS = 5.0  # limit of the answer; a thread, because looking up the host name has no time-out
+HUB_SECONDS = 5.0  # limit of the answer; a thread, because the lookup of the host name has no time-out
 _ENDPOINT = "https://huggingface.co"
 
 
@@ -25,7 +25,7 @@ def endpoint() -> str:
 
 
 def why_only_cached() -> str:
-    """Return why the hub was not asked, for an error about a file that the cache lacks."""
+    """Return the reason why the hub was not asked, for an error about a file that the cache lacks."""
     if _is_off():
         return "not in the cache, and HF_HUB_OFFLINE is set"
     return f"not in the cache, and {endpoint()} gave no answer within {HUB_SECONDS:.0f} s"
@@ -33,7 +33,7 @@ def why_only_cached() -> str:
 
 @functools.cache
 def hub_answers(address: str) -> bool:
-    """Return whether a hub answers a HEAD request, whatever it says; asked once per process and its forks."""
+    """Return whether a hub answers a HEAD request at all; asked once per process and its forks."""
     if _is_off():
         return False
     answers: list[bool] = []

@@ -51,18 +51,18 @@ _FromZero = Annotated[float, Field(ge=0)]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One thing that a rank ran repeatedly.
+    """One part of a step that a rank ran repeatedly.
 
-    kind: "local", a microbatch of packs on each rank; "ring", sequences over `degree` ranks; "block", one layer's
+     kind: "local", a microbatch of packs on each rank; "ring", sequences over `degree` ranks; "block", one layer's
         causal attention, the kernel alone; "transfer", a message to the next rank and one from it; "copy", activations
         to the offload store and back, on all ranks at once; "embedding" and "head" (with the loss), alone; and of the
         step's end "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
-    lengths: tokens of each sequence. degree: ranks that took part.
-    tier: the slowest link used: none, inside a node (near), or between nodes (far).
+    lengths: tokens of each sequence. degree: number of ranks that took part.
+    tier: slowest link in use: none, inside a node (near), or between nodes (far).
     num_bytes: bytes that a rank sent, if the lengths do not determine them.
-    seconds: the lower quartile of `repeats`; with clock "cpu" the minimum, because other work only adds to it.
-    forward_seconds: the part of `seconds` before backward; None if not measured.
-    spread: the interquartile range over `seconds`.
+    seconds: lower quartile of `repeats`; with clock "cpu" the minimum, because other work only adds to it.
+    forward_seconds: part of `seconds` before backward; None if not measured.
+    spread: interquartile range over `seconds`.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -80,11 +80,11 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredPlace:
-    """The machine and software that samples were taken with; a run must match it to be planned with them.
+    """The machine and software of samples; a run must match it to be planned with them.
 
-    device: "cpu" or a GPU's name; processor: the host's. threads: per rank; ranks: that ran together, `ranks_per_node`
-    on each machine. clock: "wall", or "cpu" (seconds computed plus seconds waited for messages).
-    versions: by package.
+    device: "cpu" or a GPU's name. processor: name of the host's. threads: threads per rank. ranks: number of ranks that
+    ran together, `ranks_per_node` on each machine. clock: "wall", or "cpu" (seconds of computing plus seconds of
+    waiting for messages). versions: versions by package.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -113,11 +113,9 @@ class Term:
 class Fit:
     """The coefficients fitted to the samples.
 
-    terms: named as the fields of `cost.Cost`, its links and its `ending`.
-    forward_attention, forward_linear: shares of the forward pass.
-    not_measured: terms without a sample, which the file's `hardware` gives.
-    block_efficiency: as in `Hardware`; empty if not measured.
-    mean_error, worst_error: relative errors of the predicted seconds of local and ring samples.
+    terms: coefficients by the field names of `cost.Cost`, its links and its `ending`. not_measured: terms without a
+    sample, which the file's `hardware` gives. block_efficiency: as in `Hardware`; empty if not measured. mean_error,
+    worst_error: relative errors of the predicted seconds of local and ring samples.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -133,8 +131,8 @@ class Fit:
 class Measurements:
     """A file of measurements.
 
-    precision: as in a run file. hardware: the named hardware whose terms fill the gaps. adapters: the number of
-    parameters that trained in place of the model's own; None if all of the model's trained.
+    precision: as in a run file. hardware: named hardware whose terms fill the gaps. adapters: number of adapter
+    parameters that trained; None if the whole model did.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from lengthwise.core.errors import ConfigError
 
-BYTES_TOKENIZER = "bytes"  # one token a byte
-NO_TEMPLATE = "which has no chat template"  # of a tokenizer, in the error of a row that is a chat
-PLANNER_GROUP = "lengthwise.planners"  # the group of entry points in which packages register planners
+BYTES_TOKENIZER = "bytes"  # one token per byte
+NO_TEMPLATE = "which has no chat template"  # names a tokenizer, in the error of a row that is a chat
+PLANNER_GROUP = "lengthwise.planners"  # entry points by which packages register planners
 _OTHER_WORDS = {"fp16": "bf16", "float16": "bf16", "bfloat16": "bf16", "float32": "fp32", "fsdp": "zero3"}
-_CLOSE = 0.5  # of difflib's similarity, 0 to 1; `trian` and `train` have 0.8
+_CLOSE = 0.5  # difflib's similarity, 0 to 1; `trian` and `train` have 0.8
 _SHORT = 4  # letters; a name this short must share its first letter: `a100` is not `h100`
 
 
@@ -33,7 +33,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str | None:
 
 
 def unknown_name(where: str, got: object, known: Iterable[str], *, others: str = "") -> ConfigError:
-    """Return the error for an unknown name: it lists the known ones and the nearest. `others`: other choices."""
+    """Return the error for an unknown name, with the known ones and the nearest. others: further choices."""
     names = list(known)
     remedy = did_you_mean(got, names) or "Choose one of these."
     expected = f"one of {', '.join(names)}{', ' * bool(others)}{others}"

@@ -1,4 +1,4 @@
-"""Optional packages and their versions, found without importing them, since some take seconds."""
+"""Optional packages and their versions, found without an import, which may take seconds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from lengthwise.core.errors import ConfigError, raise_problems
 
-TRACKER_PACKAGES: Mapping[str, tuple[str, ...]] = {  # distributions, one of which a tracker needs
+TRACKER_PACKAGES: Mapping[str, tuple[str, ...]] = {  # distributions; a tracker needs one of its own
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
@@ -16,7 +16,7 @@ TRACKER_PACKAGES: Mapping[str, tuple[str, ...]] = {  # distributions, one of whi
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Raise ConfigError, or Problems, for trackers whose package is not installed."""
+    """Raise ConfigError, or Problems, for trackers whose package is missing."""
     raise_problems([_missing(name) for name in names if not any(map(is_installed, TRACKER_PACKAGES[name]))])
 
 
@@ -28,7 +28,7 @@ def _missing(name: str) -> ConfigError:
 
 
 def check_remote() -> None:
-    """Raise ConfigError if Ray, which `remote` data needs, is not installed."""
+    """Raise ConfigError if Ray, which `remote` data needs, is missing."""
     if not is_installed("ray"):
         remedy = "pip install 'lengthwise[ray]', or take remote out of `data`."
         raise ConfigError(
@@ -37,7 +37,7 @@ def check_remote() -> None:
 
 
 def lacking(error: ModuleNotFoundError, extra: str) -> ModuleNotFoundError:
-    """Return the error of a module that is not there, with the extra of ours that brings it."""
+    """Return the error of a missing module, with the extra of this package that installs it."""
     return ModuleNotFoundError(f"no module {error.name}: pip install 'lengthwise[{extra}]'", name=error.name)
 
 

@@ -38,7 +38,7 @@ class Piece:
 
     @property
     def degree(self) -> int:
-        """The number of ranks over which each sequence of the piece is cut."""
+        """Number of ranks over which each sequence of the piece is cut."""
         return len(self.ranks)
 
 
@@ -52,7 +52,7 @@ class Microbatch:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All ranks named by any piece, ascending."""
+        """Ranks of all pieces, ascending."""
         return tuple(sorted({rank for piece in self.pieces for rank in piece.ranks}))
 
 
@@ -60,9 +60,9 @@ class Microbatch:
 class Plan:
     """The ordered microbatches of one step.
 
-    tokens: the length of each sequence. parents: for each sequence the one that it continues, or None; () if none
-    does. A sequence sees all tokens of those that it continues. notes: facts that running it does not need (planner,
-    predicted seconds, bound), written as extra top-level keys.
+    tokens: length of each sequence. parents: per sequence, the sequence that it continues, or None; () if none does. A
+    sequence sees all tokens of those that it continues. notes: facts that running it does not need (planner, predicted
+    seconds, bound), written as extra top-level keys.
     """
 
     ranks: int
@@ -77,23 +77,23 @@ class Plan:
 
     @property
     def cut(self) -> LayerCut:
-        """The pipeline stages and chunks of each rank; `UNCUT` unless the plan's kind is `pipeline`."""
+        """Pipeline stages and chunks of each rank; `UNCUT` unless the plan's kind is `pipeline`."""
         is_cut, of = self.schedule["kind"] == "pipeline", self.schedule.get
         return LayerCut(stages=of("stages", 1), virtual=of("virtual", 1)) if is_cut else UNCUT
 
     @property
     def firsts(self) -> tuple[int, ...]:
-        """The position of each sequence's first token, in a checked plan: the number of tokens that it continues."""
+        """Position of each sequence's first token, in a checked plan: the number of tokens that it continues."""
         lines = (line_to(sequence, self.parents) for sequence in range(len(self.tokens)))
         return tuple(sum(self.tokens[one] for one in line[:-1]) for line in lines)
 
     @property
     def ring_tokens(self) -> int:
-        """Tokens of the sequences that are cut over more than one rank."""
+        """Number of tokens of the sequences that are cut over several ranks."""
         return sum(self.tokens[i] for m in self.microbatches for p in m.pieces if p.degree > 1 for i in p.sequences)
 
     def replacing(self, others_of: Callable[[int], Iterable[int]]) -> tuple[Microbatch, ...]:
-        """Return the microbatches with other sequences in the place of each."""
+        """Return the microbatches with every sequence replaced by others."""
 
         def of(piece: Piece) -> Piece:
             return replace(piece, sequences=tuple(other for one in piece.sequences for other in others_of(one)))
@@ -101,7 +101,7 @@ class Plan:
         return tuple(replace(each, pieces=tuple(map(of, each.pieces))) for each in self.microbatches)
 
     def to_json(self) -> str:
-        """Return the text of the plan file: canonical (equal plans give equal text), one microbatch per line."""
+        """Return the text of the plan file, equal for equal plans, one microbatch per line."""
         head = {
             "schema": SCHEMA,
             "requires": list(self.requires),
@@ -122,7 +122,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, where: str = "plan") -> Plan:
-        """Read a plan file; raise PlanError for invalid JSON, a repeated key, a wrong field or an unknown feature."""
+        """Read a plan file; PlanError for invalid JSON, a repeated key, a wrong field or an unknown feature."""
         return _read_plan(text, where)
 
 
@@ -161,7 +161,7 @@ def _refuse(where: str, expected: str, got: object) -> PlanError:
 
 def _read_plan(text: str, where: str) -> Plan:
     try:
-        raw = json.loads(text, parse_constant=str, object_pairs_hook=unique_keys)  # NaN becomes "NaN", refused as such
+        raw = json.loads(text, parse_constant=str, object_pairs_hook=unique_keys)  # NaN becomes "NaN", which is refused
     except (ValueError, RecursionError) as error:  # ValueError also for a repeated key and for thousands of digits
         raise _refuse(where, "a JSON object", str(error)) from None
     if not isinstance(raw, dict) or raw.get("schema") != SCHEMA:

@@ -1,4 +1,4 @@
-"""Prefixes that sequences of a step have in common, so that a plan can compute them once."""
+"""Prefixes that sequences of a step have in common, which a plan may compute once."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LEAST_SHARED_TOKENS = 16  # of a prefix: a block for fewer costs more than it sa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPrefixes:
-    """Sequences of a step in an order in which those with a common prefix are neighbours.
+    """Sequences of a step, ordered so that those with a common prefix are neighbours.
 
-    common[i]: how many first tokens sequence order[i] has in common with order[i - 1], less than both have; 0 for the
-    first, and for fewer than `LEAST_SHARED_TOKENS`.
+    common[i]: number of first tokens that sequence order[i] shares with order[i - 1], less than the length of either; 0
+    for the first sequence, and for fewer than `LEAST_SHARED_TOKENS`.
     """
 
     order: tuple[int, ...]
@@ -26,7 +26,7 @@ class SharedPrefixes:
 def shared_prefixes(starts: Sequence[np.ndarray], lengths: Sequence[int]) -> SharedPrefixes | None:
     """Return the prefixes that sequences of these lengths share, or None if they share none.
 
-    starts: the first tokens of each sequence, of which a prefix may be made, (0 or more,) or (0 or more, bytes).
+    starts: first tokens of each sequence, of which a prefix may be made, (0 or more,) or (0 or more, bytes).
     """
     order = sorted(range(len(starts)), key=lambda number: (starts[number].tobytes(), -lengths[number], number))
     common = [0]

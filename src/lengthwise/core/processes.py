@@ -25,10 +25,10 @@ _MOST_SECONDS = 1.0
 
 
 def end_with_parent(parent: int) -> None:
-    """Make Linux kill this process when its parent, process `parent`, dies; do nothing elsewhere."""
+    """Make Linux kill this process when process `parent` dies; do nothing elsewhere."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the call above
+        if os.getppid() != parent:  # the parent died before the call above
             os._exit(1)
 
 
@@ -68,7 +68,7 @@ def let_threads_end() -> None:
     """Before a fork, wait at most a second until no other thread is running or ending. Linux only.
 
     Python reports a thread as ended before the system does. Until then libraries (MKL) hold a lock, and matrix products
-    in a child forked meanwhile would wait forever.
+    in a forked child would wait for it forever.
     """
     if sys.platform != "linux":
         return
@@ -87,10 +87,10 @@ def has_one_thread() -> bool:
 
 
 def _other_threads() -> dict[str, str]:
-    """Return the state ("R" is running) of each other thread of this process, by its id."""
+    """Return the states ("R" is running) of the other threads of this process, by id."""
     states = {}
     for thread in _THREADS.iterdir():
         if int(thread.name) != threading.get_native_id():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the thread has ended
                 states[thread.name] = (thread / "stat").read_text().rpartition(")")[2].split()[0]
     return states

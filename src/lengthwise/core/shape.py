@@ -1,4 +1,4 @@
-"""What planning needs to know of a cluster and of a model: a few numbers, no weights and no devices."""
+"""What planning needs of a cluster and of a model: a few numbers, no weights and no devices."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ class Cluster:
 
     @property
     def longest_tokens(self) -> int:
-        """The length of the longest sequence that a plan can hold."""
+        """Length of the longest sequence that a plan can hold."""
         return self.ranks * self.capacity_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCut:
-    """How the layers of a rank are cut: into `stages` pipeline stages, one per device, of `virtual` chunks each."""
+    """The cut of a rank's layers: `stages` pipeline stages, one per device, of `virtual` chunks each."""
 
     stages: int = 1
     virtual: int = 1
 
     @property
     def chunks(self) -> int:
-        """The chunks of layers of a rank, over all its stages."""
+        """Number of chunks of layers of a rank, over all its stages."""
         return self.stages * self.virtual
 
     @property
     def fill(self) -> float:
-        """The pipeline bubble, in units of the mean of a first and a last microbatch's time."""
+        """Pipeline bubble, in units of the mean of a first and a last microbatch's time."""
         return (self.stages - 1) / self.virtual
 
     @property
     def microbatches_kept(self) -> float:
-        """The most microbatches whose activations the first stage keeps under (interleaved) 1F1B."""
+        """Largest number of microbatches whose activations the first stage keeps under (interleaved) 1F1B."""
         return self.stages if self.virtual == 1 else self.stages + self.fill
 
 
@@ -57,17 +57,18 @@ UNCUT = LayerCut()
 class ModelShape:
     """The sizes of a decoder-only transformer, from which FLOPs and bytes follow.
 
-    intermediate: width of an expert's MLP, or of the only MLP; `experts_per_token` of `experts` are active. gated: MLPs
-    have a gate, so three matrices instead of two.
+    intermediate: width of an expert's MLP, or of the only MLP. experts, experts_per_token: number of experts, and of
+    active ones.
+    gated: True if MLPs have a gate, so three matrices instead of two.
     dense_width: total width of the MLPs that every token passes beside experts: shared ones, layers without experts.
-    windows: (sliding window in tokens, number of layers with it); all other layers attend to the whole sequence.
-    full_head_dim, full_kv_heads: of layers without a window, if they differ.
-    attention_layers, mlp_layers: number of layers with attention, and with experts or the only MLP; None if all.
-    attention_params: parameters of all attention projections; None if those of plain heads.
+    windows: (sliding window in tokens, number of layers with it) pairs; all other layers attend to the whole sequence.
+    full_head_dim, full_kv_heads: sizes of layers without a window, if they differ.
+    attention_layers, mlp_layers: number of layers with attention, and with experts or the only MLP; None for all.
+    attention_params: parameters of all attention projections; None for those of plain heads.
     lookup_params: parameters of embeddings that layers look up, beside the input embedding.
-    mixer_params: parameters of matrix products that mix tokens without attention. scan_flops: FLOPs of their scans,
-    forward, per token.
-    state_layers: number of layers with states. map_values: numbers that a sweep passes on for one of them: its state
+    mixer_params: parameters of matrix products that mix tokens without attention. scan_flops: forward FLOPs of their
+    scans, per token.
+    state_layers: number of layers with states. map_values: numbers that a sweep passes on for one such layer: its state
     and the map of it.
     mixer_kept: numbers that these layers, together, keep per token for backward.
     family: the config's `model_type`, if known; comparisons ignore it.
@@ -120,7 +121,7 @@ class ModelShape:
 
     @property
     def num_attention(self) -> int:
-        """Layers with attention."""
+        """Number of layers with attention."""
         return self.layers if self.attention_layers is None else self.attention_layers
 
     @property
@@ -149,7 +150,7 @@ class ModelShape:
 
     @property
     def linear_params(self) -> int:
-        """Parameters in matrix products for one token: with the output head, without the input embedding."""
+        """Number of parameters in matrix products for one token: with the output head, without the input embedding."""
         attention = self.attention_params
         if attention is None:
             attention = 2 * self.hidden * (self.query_width + self.key_width)
@@ -157,7 +158,7 @@ class ModelShape:
 
     @property
     def total_params(self) -> int:
-        """All parameters: every expert, the input embedding and the output head."""
+        """Number of all parameters: every expert, the input embedding and the output head."""
         idle = self.num_mlp * self.intermediate * (self.experts - self.experts_per_token)
         tables = self.hidden * self.vocab + self.lookup_params
         return self.linear_params + self._matrices * self.hidden * idle + tables
@@ -168,5 +169,5 @@ class ModelShape:
 
     @property
     def num_mlp(self) -> int:
-        """Layers with experts, or with the only MLP."""
+        """Number of layers with experts, or with the only MLP."""
         return self.layers if self.mlp_layers is None else self.mlp_layers

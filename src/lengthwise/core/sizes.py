@@ -10,12 +10,12 @@ from lengthwise.core.errors import ConfigError
 _UNITS = {"": 1, "K": 1024, "M": 1024**2, "G": 1024**3}
 _WRITTEN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMG]?)\s*", re.IGNORECASE)
 MOST = 2**53  # every JSON reader keeps numbers up to here exact
-MOST_RANKS = 2**18  # on a command line: 20 times the largest cluster planned for; more would take all memory
-PLANNING_SHARE = 0.1  # of a step's seconds, for planning tries: ranks wait for a later plan, and planning takes a core
+MOST_RANKS = 2**18  # on a command line: 20 times the largest planned cluster; more would take all memory
+PLANNING_SHARE = 0.1  # of a step's seconds, for planning tries: ranks wait for a late plan, and planning takes a core
 
 
 def parse_tokens(text: str, where: str) -> int:
-    """Parse `8192`, `8K` or `1.5M` (K, M, G are binary); raise ConfigError unless it is 1 to 2^53, and whole."""
+    """Parse `8192`, `8K` or `1.5M` (K, M, G are binary); ConfigError unless it is whole and 1 to 2^53."""
     written = _WRITTEN.fullmatch(text)
     value = float(written[1]) * _UNITS[written[2].upper()] if written and len(written[1]) < 20 else 0.0
     if not 1 <= value <= MOST or value != int(value):
@@ -48,7 +48,7 @@ def is_number(value: object) -> bool:
 
 
 def read_whole(name: str, value: object, *, least: int = 1, most: int = MOST) -> int:
-    """Return a user's whole number as an int; raise ConfigError if it is not one, or out of range."""
+    """Return a user's whole number as an int; ConfigError if it is not one, or out of range."""
     number = whole_number(value)
     if number is None or not least <= number <= most:
         upper = "2^53" if most == MOST else str(most)

@@ -1,4 +1,4 @@
-"""The timeline of a step, simulated or run: one row per rank, chunk of layers and microbatch, and figures from it."""
+"""The timeline of a step, simulated or measured: an entry per rank, chunk of layers and microbatch; and its figures."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Timeline:
     """The timeline of one step; entry i of the arrays is one chunk of layers of one rank in one microbatch.
 
     A rank of `stages` pipeline stages has that many devices with equally many chunks; without stages it is one chunk.
-    rank, stage, microbatch: the entry's. start, forward: begin and end of its forward pass, in seconds; backward, end:
-    of its backward pass. compute: seconds of arithmetic and overhead. copied: seconds lost to copies to and from the
-    host.
-    held_tokens: tokens held. step_end_seconds: the reduction over all ranks.
+    rank, stage, microbatch: numbers of the entry's. start, forward: begin and end of its forward pass, in seconds.
+    backward, end: begin and end of its backward pass. compute: seconds of arithmetic and overhead. copied: seconds lost
+    to copies to and from the host. held_tokens: number of tokens held. step_end_seconds: seconds of the reduction over
+    all ranks.
     """
 
     ranks: int
@@ -34,7 +34,7 @@ class Timeline:
     step_end_seconds: float
 
     def microbatch_spans(self, microbatches: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Return two arrays: when microbatch i begins on its first rank and ends on its last, in seconds."""
+        """Return (begin of microbatch i on its first rank, its end on its last rank), in seconds."""
         starts, ends = np.full(microbatches, np.inf), np.zeros(microbatches)
         np.minimum.at(starts, self.microbatch, self.start)
         np.maximum.at(ends, self.microbatch, self.end)
@@ -42,7 +42,7 @@ class Timeline:
 
     @property
     def work_end_seconds(self) -> NDArray[np.float64]:
-        """When rank r has finished its last microbatch on all its stages: entry r, in seconds."""
+        """Time at which rank r has finished its last microbatch on all its stages, in seconds, (ranks,)."""
         ends = np.zeros(self.ranks)
         np.maximum.at(ends, self.rank, self.end)
         return ends
@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def most_held_tokens(self) -> float:
-        """The most tokens that any rank held at once."""
+        """Largest number of tokens that any rank held at once."""
         return float(self.held_tokens.max(initial=0.0))
 
     @property

@@ -1,7 +1,7 @@
 """The model families that this version trains, by a Hugging Face config alone: no torch, no transformers.
 
-A family joins `families.json` when `tests/models/test_models_families.py` holds for it. `lengthwise.models` refuses
-whatever else in a config a plan cannot compute, if transformers is installed.
+A family joins `families.json` when `tests/models/test_models_families.py` holds for it. If transformers is installed,
+`lengthwise.models` refuses everything else in a config that a plan cannot compute.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ FAMILIES: tuple[str, ...] = tuple(_LISTED["equal_to_plain"])
 UNGATED: tuple[str, ...] = tuple(_LISTED["ungated"])
 """Families whose MLPs have two matrices and no gate."""
 WITH_TOWERS: Mapping[str, tuple[str, ...]] = {name: tuple(texts) for name, texts in _LISTED["with_towers"].items()}
-"""Models with towers for images or sounds, and the families of the text parts with which tests prove them."""
+"""Models with towers for images or sounds, and the text families with which tests prove them."""
 _INSIDE: tuple[str, ...] = tuple(_LISTED["inside_others"])  # families that occur only as text parts
 LAYER_TYPES = ("full_attention", "sliding_attention")
-MIXERS_OF = {"hybrid": 2, "moe": 0, "mlp": 0}  # token mixers in a decoder layer, by its kind; other kinds have one
+MIXERS_OF = {"hybrid": 2, "moe": 0, "mlp": 0}  # token mixers in a decoder layer, by its kind (1 in others)
 USE_OTHERS = "Not supported yet: train it with plain TRL or Transformers"
 
 _OLDER = {"mamba": "linear_attention", "attention": "full_attention"}  # names in older configs
 _EVERY: Mapping[str, int] = dict.fromkeys(
     ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"), 4
-)  # one layer in so many attends
+)  # one in so many layers attends
 _OF_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _TOWERS = re.compile(r"\w*(vision|image|audio|speech|vq)\w*_config")
 _LAYER_KEYS = ("layer_types", "layers_block_type")
@@ -40,9 +40,9 @@ def layer_types(family: object) -> tuple[str, ...]:
 
 
 def layer_kinds(config: Mapping[str, Any], layers: int) -> list[str]:
-    """List the kind of each layer of a config.json; full attention if the config says nothing.
+    """Return the kind of each layer of a config.json; full attention if the config does not say.
 
-    layers: the number that the config gives; a pattern of letters (nemotron_h) overrides it.
+    layers: number of layers by the config; a pattern of letters (nemotron_h) overrides it.
     """
     family = config.get("model_type")
     for key in _LAYER_KEYS:
@@ -71,13 +71,13 @@ def towers(config: Mapping[str, Any]) -> list[str]:
 
 
 def text_part(config: Mapping[str, Any]) -> str | None:
-    """Return the family of the text part of a model with towers, or None if it has no towers or no text part."""
+    """Return the text family of a model with towers, or None if it has no towers or no text part."""
     text, is_whole = config.get("text_config"), config.get("model_type") in WITH_TOWERS or towers(config)
     return str(text.get("model_type")) if is_whole and isinstance(text, Mapping) else None
 
 
 def family_refusal(config: Mapping[str, Any], where: str) -> ModelRefused | None:
-    """Return the error for a family, or text part of one with towers, that is not trained; None if it is."""
+    """Return the error for a family, or text part of a model with towers, that is not trained, else None."""
     family, text = config.get("model_type"), text_part(config)
     part = config if text is None else config["text_config"]
     known = FAMILIES if text is None else {*FAMILIES, *_INSIDE} & {*WITH_TOWERS.get(str(family), ())}

@@ -1,4 +1,4 @@
-"""What a user's script shows of an error of ours that nothing catches."""
+"""The hook for errors of ours that nothing in a user's script catches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lengthwise.core.errors import LengthwiseError
 
 
 def report_in_a_line() -> None:
-    """From now on show an error of ours that ends the script without a traceback: its text says what to change.
+    """Report an uncaught error of ours without a traceback, because its text says what to change.
 
     A hook that the script has set stays.
     """
@@ -23,5 +23,5 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         sys.__excepthook__(kind, error, trace)
     elif (rank := os.environ.get("RANK", "0")) == "0":
         print(error, file=sys.stderr)
-    else:  # in one line: it may be another error than that of rank 0
+    else:  # in one line: it may differ from rank 0's error
         print(f"rank {rank}: {' | '.join(str(error).splitlines())}", file=sys.stderr)
