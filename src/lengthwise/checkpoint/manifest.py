@@ -64,9 +64,9 @@ class Parameter:
 class OptimizerState:
     """An optimizer's state without its tensors.
 
-    kind: its class. groups: as in torch's `state_dict`, with the names of trained parameters in `params`. states: the
-    states of every parameter that a loss has reached, by name: a number, or null for one value an entry, which the
-    ranks' files have under this name.
+    kind: name of its class. groups: as in torch's `state_dict`, with the names of trained parameters in `params`.
+    states: states of every parameter that a loss has reached, by name: a number, or null for one value an entry, which
+    the ranks' files have under this name.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -85,7 +85,7 @@ class OptimizerState:
 class Manifest:
     """The state after `step` steps.
 
-    dtype: dtype of master weights and states. ranks: number of ranks, which wrote a file each. borders, stage_buckets,
+    dtype: dtype of master weights and states. ranks: number of ranks, and of files. borders, stage_buckets,
     ranks_per_node: as in `FlatLayout`. optimizer: None in runs' checkpoints of earlier versions.
     """
 
@@ -117,7 +117,7 @@ class Manifest:
         )
 
     def contradictions(self, folder_name: str) -> Iterator[str]:
-        """Yield contradictions in the fields that a kind of manifest adds, or with the folder's name."""
+        """Yield contradictions in the fields of this kind of manifest, or with the folder's name."""
         del folder_name
         yield from ()
 
@@ -130,9 +130,9 @@ class Manifest:
 class RunManifest(Manifest):
     """A checkpoint of a run after `step` steps, `skipped` of them without an update.
 
-    run: the settings that decide what is trained. data: SHA-256 of the tokens, or of remote files. position: start of
-    the next step in remote data and streams (`Position` of `data/sampler.py`). first_loss, loss: losses of step 1 and
-    of `step`. lines: numbers of lines in the run's files.
+    run: settings that decide what is trained. data: SHA-256 of the tokens, or of remote files. position: start of the
+    next step in remote data and streams (`Position` of `data/sampler.py`). first_loss, loss: losses of step 1 and of
+    `step`. lines: numbers of lines in the run's files.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -158,7 +158,7 @@ _Kind = TypeVar("_Kind", bound=Manifest)
 
 
 def fields_of_state(parameters: Parameters, *, step: int, ranks: int, optimizer: OptimizerState) -> dict[str, Any]:
-    """Return a manifest's fields for a state that will be written, without its files."""
+    """Return a manifest's fields for a state, without the files, which are written later."""
     saved = parameters.saved
     return {
         "version": __version__,
@@ -199,11 +199,7 @@ def parameters_of(layout: FlatLayout, names: list[str], shapes: list[tuple[int, 
 
 
 def read_run_manifest(folder: Path) -> RunManifest:
-    """Read the manifest of a run's checkpoint.
-
-    Raises:
-        OutputError: as `read_manifest`, or the checkpoint is a session's.
-    """
+    """Read the manifest of a run's checkpoint; OutputError also for a session's."""
     values = _read_values(folder)
     if _RUN not in values:
         remedy, got = "Load it by Session.load, in a loop of your own.", "a session's checkpoint"
@@ -212,11 +208,7 @@ def read_run_manifest(folder: Path) -> RunManifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a checkpoint.
-
-    Raises:
-        OutputError: there is none, or it is damaged; the first error is named.
-    """
+    """Read the manifest of a checkpoint; OutputError if it is missing or damaged."""
     values = _read_values(folder)
     return _checked(folder, values, RunManifest if _RUN in values else Manifest)
 

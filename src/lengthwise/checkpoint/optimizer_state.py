@@ -1,4 +1,4 @@
-"""The part of a checkpoint about an optimizer on slices, without its tensors: written, and taken back."""
+"""The part of a checkpoint about an optimizer on slices, without its tensors: saved and restored."""
 
 from __future__ import annotations
 
@@ -16,11 +16,7 @@ from lengthwise.engine.whole_optimizer import MEMBERS
 
 
 def state_of(optimizer: SlicedOptimizer) -> OptimizerState:
-    """Return the kind of an optimizer and its groups, the same on all ranks, without states.
-
-    Raises:
-        ConfigError: an argument of a group cannot be written.
-    """
+    """Return an optimizer's kind and groups, the same on all ranks; ConfigError for an argument that is no JSON."""
     names, groups = {number: name for name, number in optimizer.numbers.items()}, []
     for number, group in enumerate(optimizer.plain_groups()):
         plain = {key: plain_value(value) for key, value in group.items()}

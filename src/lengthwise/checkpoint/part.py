@@ -29,12 +29,12 @@ from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
 # States that are means or sums of squares, or largest magnitudes.
 NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
-_AT_ONCE = 1 << 24  # entries of a state that are checked at a time
+_AT_ONCE = 1 << 24  # entries of a state per check
 
-_DIGEST = ".digest"  # beside a rank's file until the checkpoint is committed
+_DIGEST = ".digest"  # beside a rank's file until the commit
 
 
-Kept = Mapping[str, Mapping[str, float | None]]  # see `OptimizerState.states`
+Kept = Mapping[str, Mapping[str, float | None]]  # as `OptimizerState.states`
 
 
 def write_part(folder: Path, rank: int, state: Mapping[str, Tensor], kept: Kept | None = None) -> None:
@@ -49,10 +49,9 @@ def write_part(folder: Path, rank: int, state: Mapping[str, Tensor], kept: Kept 
 
 
 def take_digests(folder: Path, ranks: int) -> tuple[dict[str, File], dict[str, Mapping[str, float | None]]]:
-    """Read and remove the notes of all ranks; return sizes and digests by file, and the kept states by parameter.
+    """Read and remove the notes of all ranks; return (sizes and digests by file, kept states by parameter).
 
-    Raises:
-        OutputError: a rank's note is missing, or ranks have different states of a parameter.
+    OutputError: a rank's note is missing, or ranks have different states of a parameter.
     """
     files, kept = dict[str, File](), dict[str, Mapping[str, float | None]]()
     for rank in range(ranks):
@@ -73,7 +72,7 @@ def take_digests(folder: Path, ranks: int) -> tuple[dict[str, File], dict[str, M
 
 
 def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) -> str | None:
-    """Return the first damaged file and its error, or None. Checks every `every`-th file from `first` on."""
+    """Return the first damaged file with its error, or None, among every `every`-th file from `first` on."""
     for name in list(manifest.files)[first::every]:
         file, path = manifest.files[name], folder / name
         if path.is_symlink():
@@ -90,7 +89,7 @@ def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) 
 def unfit(
     folder: Path, manifest: Manifest, state: Mapping[str, Tensor], *, every: int = 1, first: int = 0
 ) -> str | None:
-    """Return the first file without a valid `state`, and why, or None. Checks the same files as `broken`."""
+    """Return the first file without a valid `state` and the reason, or None, among the same files as `broken`."""
     layout = manifest.layout
     for rank in range(first, manifest.ranks, every):
         number = layout.entries_of(rank)
@@ -120,7 +119,7 @@ def _wrong(saved: Any, name: str, number: int, dtype: torch.dtype) -> str | None
 
 
 def wrong_numbers(name: str, numbers: Tensor) -> str | None:
-    """Return what is wrong with numbers of a state, (entries,), or None."""
+    """Return the defect of a state's numbers, (entries,), or None."""
     for part in numbers.split(_AT_ONCE):
         if not len(part):
             continue
@@ -135,10 +134,9 @@ def wrong_numbers(name: str, numbers: Tensor) -> str | None:
 def check_files(
     transport: Transport, folder: Path, manifest: Manifest, state: Mapping[str, Tensor], *, remedy: str
 ) -> None:
-    """Read every byte of a checkpoint; ranks share the files. Collective.
+    """Read every byte of a checkpoint, shared out over the ranks. Collective.
 
-    Raises:
-        OutputError: a file is damaged or has no valid `state`; on all ranks.
+    OutputError, on all ranks: a file is damaged or has no valid `state`.
     """
     own = {"first": transport.rank, "every": transport.world_size}
     found = broken(folder, manifest, **own) or unfit(folder, manifest, state, **own)
@@ -213,11 +211,7 @@ def read_slices(
     *,
     remedy: str,
 ) -> dict[str, Tensor]:
-    """Check all files; return this rank's exact weights and states `vectors`, (entries,) each, on the host. Collective.
-
-    Raises:
-        OutputError: a file is damaged, or cannot be read; on all ranks.
-    """
+    """Check all files; return this rank's exact weights and states `vectors`, (entries,) on the host. Collective."""
     exact = parameters.master_weights
     state = {name: torch.zeros_like(exact, device="cpu") for name in (MASTER_WEIGHTS, *vectors)}
     check_files(transport, folder, manifest, state, remedy=remedy)

@@ -19,7 +19,7 @@ _COMMITTED = re.compile(r"step-(\d{6,})")
 
 
 def begin(path: Path) -> Path:
-    """Make the folder that ranks write into before it becomes `path`; remove an earlier unfinished one."""
+    """Make the folder that ranks fill before it becomes `path`; remove an earlier unfinished one."""
     put_back(path)
     unfinished = unfinished_of(path)
     unfinished.mkdir(parents=True)
@@ -72,11 +72,7 @@ class CheckpointFolder:
                 shutil.rmtree(self.at(later), ignore_errors=True)
 
     def newest(self) -> tuple[Path, RunManifest, list[LengthwiseError]]:
-        """Return the newest whole checkpoint, and the problems of newer ones.
-
-        Raises:
-            OutputError, Problems: there is no whole checkpoint.
-        """
+        """Return the newest whole checkpoint and the problems of newer ones; raise them if there is none."""
         problems: list[LengthwiseError] = []
         for step in reversed(self.steps()):
             folder = self.at(step)

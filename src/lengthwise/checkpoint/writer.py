@@ -1,4 +1,4 @@
-"""Write a state as a folder of slices, at once or beside the next steps.
+"""Writes a state as a folder of slices, at once or beside the next steps.
 
 A rank copies its slices to the host and writes them in a thread. Its progress is among the numbers that ranks share at
 a step's end; when all are done, rank 0 writes the manifest and renames the folder. If a rank fails there is no new
@@ -33,7 +33,7 @@ IDLE, WRITTEN, WRITING, FAILED = 0.0, 1.0, 2.0, 3.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """The end of a save. error: why there is no folder, or None if there is."""
+    """The end of a save. error: reason why there is no folder, None if there is one."""
 
     path: Path
     step: int
@@ -41,7 +41,7 @@ class Ended:
 
 
 class SliceWriter:
-    """Writes this rank's part of one folder at a time. under_way: folder and step of a save that has not ended."""
+    """Writes this rank's part of one folder at a time. under_way: folder and step of an unfinished save, or None."""
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
@@ -71,8 +71,8 @@ class SliceWriter:
     ) -> None:
         """Finish an earlier save, copy this rank's state after `step` and begin to write it. Collective.
 
-        manifest_of: makes the manifest from the fields of `Manifest`, on rank 0. ended: called at the end of this save,
-        by `settle` or `finish`.
+        manifest_of: function that makes the manifest from the fields of `Manifest`, on rank 0. ended: function that
+        `settle` or `finish` calls at the end of this save.
         """
         self.finish()
         self.transport.phase = f"step {step}, checkpoint"
@@ -98,7 +98,10 @@ class SliceWriter:
         copy: Callable[[], tuple[dict[str, Tensor], Kept]],
         manifest: Callable[[], Manifest],
     ) -> None:
-        """Copy this rank's state and begin to write it. manifest: of rank 0, without files and states. Collective."""
+        """Copy this rank's state and begin to write it. Collective.
+
+        manifest: function that makes rank 0's manifest, without files and states.
+        """
         assert self._thread is None, f"{self._path} is being written"
         self._path, self._step, self._manifest, self._error = path, step, None, None
         rank, unfinished = self.transport.rank, unfinished_of(path)
@@ -117,7 +120,7 @@ class SliceWriter:
     def settle(self, progress: Sequence[float]) -> None:
         """Commit the save if all ranks have written, by the ranks' `progress`.
 
-        Only rank 0 learns of a failed commit. Collective if a rank has failed.
+        Only rank 0 sees a failed commit. Collective if a rank has failed.
         """
         if self._thread is None or WRITING in progress:
             return
@@ -127,7 +130,7 @@ class SliceWriter:
         self._end(shares=failed)
 
     def finish(self) -> None:
-        """Wait until the save is committed or has failed; all ranks learn which. Collective."""
+        """Wait until the save is committed or has failed, which all ranks then know. Collective."""
         if self._thread is None:
             return
         self.transport.phase = f"checkpoint of step {self._step}"
@@ -181,7 +184,7 @@ class SliceWriter:
         fault("checkpoint-committed", 0, self._step)
 
     def _end(self, *, shares: bool) -> None:
-        """Call `ended`. Collective if `shares`, with the first rank's error."""
+        """Call `ended`; if `shares`, with the first rank's error, which makes it collective."""
         error, self._thread, self._manifest = self._error, None, None
         self.under_way.clear()
         if shares:

@@ -25,7 +25,10 @@ _SCALARS = {
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads these scalars, keys as text, and no alias, which could expand without end. twice: (line, key, first)."""
+    """Reads these scalars, keys as text, and no alias, which could expand without end.
+
+    twice: (line, key, line of its first use) of every repeated key.
+    """
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - the name and shape are PyYAML's
 
@@ -59,9 +62,9 @@ for _name, (_pattern, _first) in _SCALARS.items():
 
 
 def parse_values(text: str, name: str) -> tuple[object, list[ConfigError]]:
-    """Parse one YAML document into plain values; `name` is the file's, for messages.
+    """Parse one YAML document into plain values, and errors for repeated keys. name: the file's, for messages.
 
-    Return an error for every key that is given twice beside the values; raise ConfigError if the text is no plain YAML.
+    ConfigError: the text is no plain YAML.
     """
     try:
         loader = _Loader(text)
@@ -81,7 +84,7 @@ def parse_values(text: str, name: str) -> tuple[object, list[ConfigError]]:
 
 
 def key_lines(text: str) -> dict[tuple[str, ...], int]:
-    """Return the line, counted from 1, of every key and list entry of a valid document, by config path."""
+    """Return the line, from 1, of every key and list entry of a valid document, by config path."""
     return dict(_lines_below(yaml.compose(text, Loader=_Loader), ()))
 
 

@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 from lengthwise.config.setting_types import Fraction, Settings
 from lengthwise.core.errors import ConfigError
 
-FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # of AdamW; for fine-tuning, as in TRL
-LORA_RATE = 2e-4  # of adapters: ten times the rate of the whole model, as LoRA recipes have it
+FRESH_RATE, LOADED_RATE, LOADED_WARMUP = 3e-4, 2e-5, 0.03  # AdamW's; for fine-tuning, as in TRL
+LORA_RATE = 2e-4  # of adapters: ten times the whole model's, as in LoRA recipes
 
 # The arguments of each optimizer, with their defaults: torch's; for Lion the paper's, for AdamW ours. None: it depends
 # on the model (`run.checks`).
@@ -143,12 +143,12 @@ class OptimizerConfig(Settings):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The optimizer's arguments, by torch's names, without `lr` and `weight_decay`."""
+        """Arguments of the optimizer, by torch's names, without `lr` and `weight_decay`."""
         return {key: getattr(self, key) for key in OPTIMIZERS[self.name] if key not in ("lr", "weight_decay")}
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The states that it keeps for each entry, by torch's names; all begin as zeros."""
+        """States that it keeps for each entry, by torch's names; all begin as zeros."""
         return (*_STATES.get(self.name, ("exp_avg", "exp_avg_sq")), *["momentum_buffer"] * bool(self.momentum))
 
     @classmethod
@@ -169,7 +169,7 @@ class OptimizerConfig(Settings):
 
 
 def _schedule_problems(values: Mapping[str, object], default_lr: float) -> list[ConfigError]:
-    """Return contradictions between the keys of a schedule; values of a wrong type are reported elsewhere."""
+    """Return contradictions between the keys of a schedule; other checks report values of a wrong type."""
     name, raw = values.get("schedule") or "cosine", values.get("schedule_args")
     if not isinstance(name, str) or name not in SCHEDULES:
         return []

@@ -1,4 +1,4 @@
-"""Report every problem of a run file, or of a session's settings, at once: wrong types and broken rules."""
+"""Reports every problem of a run file, or of a session's settings, at once: wrong types and broken rules."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lengthwise.core.names import nearest_name
 KeyPath: TypeAlias = tuple[str, ...]
 
 _MOST_TOLD = 100
-_UNKNOWN, _MISSING = "unknown key", "nothing"  # what was got
+_UNKNOWN, _MISSING = "unknown key", "nothing"  # as the got of an error
 _NAMED = re.compile(r"`([\w.]+)")  # a key in a remedy
 _CLOSE_KEY = 0.6  # of many keys: `packing` and `streaming` have 0.5
 # Keys of other trainers whose names here are not alike.
@@ -64,7 +64,7 @@ _KINDS = {bool: "true/false", int: "a whole number", float: "a number", str: "te
 
 
 def find_problems(values: Mapping[str, object], root: type[TrainingSettings] = RunConfig) -> list[ConfigError]:
-    """List every problem of raw `values` as a `root`."""
+    """Return every problem of raw `values` as a `root`."""
     return _Reading(root).problems_of(values)
 
 
@@ -87,7 +87,7 @@ def _sections_in(annotation: Any) -> Iterator[type[Settings]]:
 
 @dataclass(slots=True)
 class _Reading:
-    """Finds problems of raw values. root: the record to check. listed: sections whose keys a message has listed."""
+    """Finds problems of raw values. root: record to check. listed: sections whose keys a message has listed already."""
 
     root: type[TrainingSettings]
     listed: set[type[Settings]] = field(default_factory=set)
@@ -160,7 +160,7 @@ class _Reading:
         return KeyProblem(where, expected=expected_value(detail), got=got, remedy=self._remedy(detail))
 
     def _unknown_remedy(self, key: str, section: type[Settings]) -> str:
-        """Suggest what to write: a section's key, a similar name, or the name of another trainer's key here."""
+        """Return what to write: a section's key, a similar name, or the name of another trainer's key here."""
         places = dict[str, list[str]]()
         for path, each in sections_of(self.root).items():
             if section in (self.root, each):
@@ -180,7 +180,7 @@ class _Reading:
         return all(name.partition(".")[0] in self.root.model_fields for name in _NAMED.findall(hint))
 
     def _remedy(self, detail: ErrorDetails) -> str:
-        """Return what to write in place of a value, or "" if what is expected says it."""
+        """Return what to write in place of a value, or "" if the expected value says it."""
         names = [str(part) for part in detail["loc"] if isinstance(part, str)]
         section, kind, value = self._section(names[:-1]), detail["type"], detail["input"]
         found = section.model_fields.get(names[-1]) if section and names else None
@@ -207,7 +207,7 @@ class _Reading:
 
 
 def _without_misspelled(problems: Sequence[ConfigError]) -> list[ConfigError]:
-    """Leave out missing keys for which a misspelled or foreign key stands."""
+    """Return problems without missing keys for which a misspelled or foreign key stands."""
     meant = set[str]()
     for each in problems:
         name = _NAMED.match(each.remedy) if each.got == _UNKNOWN else None
@@ -226,13 +226,13 @@ def shown(value: object) -> str:
 
 
 def _reported_elsewhere(detail: ErrorDetails) -> bool:
-    """Return whether to skip an error: rules are checked apart, and lists with bad entries seem too short."""
+    """Return whether another check reports it: rules are checked apart, and lists with bad entries seem too short."""
     short = detail["type"] == "too_short" and len(detail["input"]) >= detail.get("ctx", {})["min_length"]
     return short or detail["type"] == "rule"
 
 
 def expected_value(detail: ErrorDetails) -> str:
-    """Return what pydantic would have accepted, in words that follow "expected"."""
+    """Return what pydantic accepts, in words that follow "expected"."""
     kind = detail["type"]
     if kind in _EXPECTED:
         return _EXPECTED[kind](detail.get("ctx", {}))

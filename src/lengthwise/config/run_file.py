@@ -48,7 +48,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def build_config(values: Mapping[str, object], folder: Path) -> RunConfig:
-    """Check plain values as if a run file in `folder` had them."""
+    """Return the settings of plain values, checked as a run file in `folder`."""
     return _build(copy.deepcopy(dict(values)), Path(folder).absolute(), [])
 
 
@@ -89,7 +89,7 @@ def _read_text(path: Path) -> str:
 
 
 def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]:
-    """Make paths absolute in place; return an error for each that does not exist. Wrong types are skipped."""
+    """Make paths absolute in place; return errors for missing ones. Values of wrong types are skipped."""
     problems = []
     for key, builtin in (("model", TINY_MODEL), ("tokenizer", BYTES_TOKENIZER)):
         name = values.get(key)
@@ -141,7 +141,7 @@ def _resolve_name(key: str, name: str, folder: Path, problems: list[ConfigError]
 
 
 def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *kinds: str, words: str = "") -> str:
-    """Make a path of one of these kinds absolute (default: a folder). `words`: what else the error says is allowed."""
+    """Make a path of one of these kinds absolute (default: a folder). words: other allowed values, for the error."""
     kinds = kinds or (_FOLDER,)
     local = _absolute(name, folder) if name else ""
     there = _FILE if os.path.isfile(local) else _FOLDER if os.path.isdir(local) else None
@@ -154,7 +154,7 @@ def _resolve(where: str, name: str, folder: Path, problems: list[ConfigError], *
 
 
 def _no_path(path: str) -> str | None:
-    """Return why no file can have such a path, or None if one can."""
+    """Return the reason why no file can have such a path, or None."""
     try:
         raw = os.fsencode(path)
     except UnicodeEncodeError:
@@ -197,7 +197,7 @@ def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list
 
 
 def _write(values: dict[str, object], path: Sequence[str], value: object) -> None:
-    target: Any = values  # a mapping or a list; `_step` returns the key or index into it
+    target: Any = values  # mapping or list; `_step` returns the key or index into it
     for depth, part in enumerate(path):
         step = _step(target, part, path[: depth + 1])
         if depth == len(path) - 1:

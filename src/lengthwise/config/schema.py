@@ -147,7 +147,7 @@ class RunConfig(TrainingSettings, _Training):
 
     @property
     def tokenizer_name(self) -> str:
-        """The tokenizer in use: the named one, else the model's own, or bytes for `tiny`."""
+        """Tokenizer in use: the named one, else the model's own, or bytes for `tiny`."""
         if self.tokenizer is not None:
             return self.tokenizer
         return BYTES_TOKENIZER if self.model == TINY_MODEL else self.model

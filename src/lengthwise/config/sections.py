@@ -25,7 +25,7 @@ def scheme_of(path: object) -> str | None:
 
 
 class DataSource(Settings):
-    """Where sequences come from: one file, one folder, a dataset of a hub, or the Python standard library."""
+    """A source of sequences: one file, one folder, a dataset of a hub, or the Python standard library."""
 
     path: PathSetting | None = Field(
         default=None,
@@ -101,7 +101,7 @@ class DataSource(Settings):
 
     @property
     def comes_meanwhile(self) -> str | None:
-        """The key, `remote` or `streaming`, that lets rows be read during training, or None."""
+        """`remote` or `streaming`, the key by which rows are read during training, or None."""
         return read_meanwhile(self)
 
     @property
@@ -117,7 +117,7 @@ class DataSource(Settings):
         found = []
         given = [key for key in ("path", "dataset") if values.get(key) is not None]
         stdlib = values.get("python_stdlib") or False
-        # A value of a wrong type, such as `yes`, is reported as such; what it means is unknown.
+        # Another check reports a value of a wrong type, such as `yes`; its meaning is unknown.
         if isinstance(stdlib, bool) and len(given) + stdlib != 1:
             expected = "exactly one of `path`, `dataset` and `python_stdlib: true`"
             got = " and ".join([*given, *["python_stdlib"] * stdlib]) or "none of them"
@@ -155,7 +155,7 @@ class DataSource(Settings):
 
 
 def read_meanwhile(source: object) -> str | None:
-    """Return the key that lets rows of a source, checked or raw, be read during training, or None."""
+    """Return the key by which rows of a source, checked or raw, are read during training, or None."""
     values = source if isinstance(source, Mapping) else getattr(source, "__dict__", {})
     return next((key for key in ("remote", "streaming") if values.get(key)), None)
 
@@ -211,7 +211,7 @@ class GlobalBatch(Settings):
 
 
 class SaveConfig(Settings):
-    """Models that are kept beside the last."""
+    """Models that a run keeps beside the last."""
 
     best: Literal["eval_loss"] = Field(
         default="eval_loss",

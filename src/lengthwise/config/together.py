@@ -1,4 +1,4 @@
-"""Values that do not go together: one table for run files, sessions and trainers, which their pages print."""
+"""Values that are refused together: one table for run files, sessions and trainers, printed on their pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plain(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """Some values of a key, or (`are_others`) all other values."""
+    """Some values of a key, or, if `are_others`, all other values."""
 
     listed: tuple[object, ...]
     are_others: bool = False
@@ -30,7 +30,7 @@ class Values:
 class Together:
     """Values of a key that are refused beside some values of another key.
 
-    instead: what the key may be there. why: the reason, for the message, or "". doors: where a user can write both.
+    instead: the allowed values there. why: reason, for the message, or "". doors: where a user can write both.
     """
 
     key: str

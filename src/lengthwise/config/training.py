@@ -29,7 +29,7 @@ def _take_planner(value: object, of_ours: Callable[[object], str]) -> str:
 
 
 class TrainingSettings(Settings):
-    """The settings of a step. door: where users write them (see `together`). page: the page with all keys."""
+    """The settings of a step. door: where users write them (see `together`). page: documentation page of all keys."""
 
     door: ClassVar[str] = RUN_FILE
     page: ClassVar[str] = "docs/run-file.md"
@@ -143,16 +143,16 @@ class TrainingSettings(Settings):
 
     @property
     def cut(self) -> LayerCut:
-        """The pipeline stages and chunks into which a rank's layers are cut."""
+        """Pipeline stages and chunks of a rank's layers."""
         return LayerCut(stages=self.stages, virtual=self.virtual)
 
     def ranks_in_step(self, ranks: int) -> int:
-        """Return how many neighbouring ranks shard the parameters; auto counts as zero1."""
+        """Return the number of neighbouring ranks that shard the parameters; auto counts as zero1."""
         within = {"zero3": ranks, "hybrid": self.ranks_per_node or ranks}.get(self.shard, 1)
         return min(within, ranks)
 
     def layout(self, ranks: int) -> str:
-        """Return the sharding by its effect: zero1, or zero3 (over all ranks), or hybrid (over some)."""
+        """Return the effective sharding: zero1, zero3 (over all ranks), or hybrid (over some)."""
         within = self.ranks_in_step(ranks)
         return "zero1" if within == 1 else "zero3" if within == ranks else "hybrid"
 
@@ -166,7 +166,7 @@ class TrainingSettings(Settings):
 
     @property
     def most_offload(self) -> float:
-        """The largest share of activations that may be offloaded, 0 to 1."""
+        """Largest share of activations that may be offloaded, 0 to 1."""
         ratio = 0.0 if self.offload is None else self.offload.ratio
         return float(ratio == "auto") if isinstance(ratio, str) else ratio
 

@@ -53,7 +53,7 @@ _FromZero = Annotated[float, Field(ge=0)]
 class Sample:
     """One part of a step that a rank ran repeatedly.
 
-     kind: "local", a microbatch of packs on each rank; "ring", sequences over `degree` ranks; "block", one layer's
+    kind: "local", a microbatch of packs on each rank; "ring", sequences over `degree` ranks; "block", one layer's
         causal attention, the kernel alone; "transfer", a message to the next rank and one from it; "copy", activations
         to the offload store and back, on all ranks at once; "embedding" and "head" (with the loss), alone; and of the
         step's end "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
@@ -82,8 +82,8 @@ class Sample:
 class MeasuredPlace:
     """The machine and software of samples; a run must match it to be planned with them.
 
-    device: "cpu" or a GPU's name. processor: name of the host's. threads: threads per rank. ranks: number of ranks that
-    ran together, `ranks_per_node` on each machine. clock: "wall", or "cpu" (seconds of computing plus seconds of
+    device: "cpu" or a GPU's name. processor: the host's processor. threads: threads per rank. ranks: number of ranks
+    that ran together, `ranks_per_node` on each machine. clock: "wall", or "cpu" (seconds of computing plus seconds of
     waiting for messages). versions: versions by package.
     """
 

@@ -7,7 +7,7 @@ from lengthwise.offload.saver import ActivationSaver, parameter_storages
 from lengthwise.offload.store import ActivationStore
 
 LEAVING_BYTES = {"host": pinned.LEAVING_BYTES, "disk": disk.LEAVING_BYTES}
-"""By store, as a run file names it: the most bytes put into it that may still be on the device."""
+"""By store, as a run file names it: largest number of bytes in it that may still be on the device."""
 
 __all__ = [
     "LEAVING_BYTES",

@@ -22,7 +22,7 @@ from torch import Tensor
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.offload.store import StoreRoom
 
-LEAVING_BYTES = 1 << 26  # 64 MB: a layer of a small model; with more, a slow disk holds up the caller only later
+LEAVING_BYTES = 1 << 26  # 64 MB, a layer of a small model; more only delays the wait for a slow disk
 _RESERVED_BYTES = 1 << 26  # the file grows in steps of this size
 _ALIGNMENT = 4096
 
@@ -65,7 +65,7 @@ class DiskStore:
         return self._reader.submit(_read, self._file.fileno(), written, start, values)
 
     def wait_for(self, done: Future, size: int) -> object:
-        """Return the result of a thread and count the wait; raise MemoryShortage if the disk failed."""
+        """Return the result of a thread and count the wait; MemoryShortage if the disk failed."""
         with self._waiting():
             try:
                 return done.result()
@@ -78,7 +78,7 @@ class DiskStore:
             self.wait_for(*self._unwritten.popleft())
 
     def free(self, stored: Iterable[_OnDisk]) -> None:
-        """Free the space of these (see `ActivationStore.free`) for later entries; the file keeps its size.
+        """Free the space of these entries for later ones; the file keeps its size.
 
         One thread writes, in order, so an earlier write cannot overwrite a later entry.
         """
@@ -97,9 +97,9 @@ class DiskStore:
     def _reserve(self, start: int, size: int) -> None:
         """Grow the file so that `size` bytes from `start` on fit, or raise MemoryShortage."""
         end = start + size
-        if end <= self._reserved or not hasattr(os, "posix_fallocate"):  # macOS: there the write finds a full disk
+        if end <= self._reserved or not hasattr(os, "posix_fallocate"):  # macOS: the write finds a full disk
             return
-        for wanted in (max(end, self._reserved + _RESERVED_BYTES), end):  # a whole step, or just what is needed
+        for wanted in (max(end, self._reserved + _RESERVED_BYTES), end):  # a whole step, or just enough
             try:
                 os.posix_fallocate(self._file.fileno(), self._reserved, wanted - self._reserved)
             except OSError as error:

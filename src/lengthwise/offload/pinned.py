@@ -65,7 +65,7 @@ class PinnedStore:
         self._waits.append((before, after))
 
     def free(self, stored: Iterable[_Pinned]) -> None:
-        """Free the space of these (see `ActivationStore.free`); keep the slabs.
+        """Free the space of these entries; keep the slabs.
 
         Later entries may reuse it at once: their copy starts after the compute stream has waited for the copies in.
         """

@@ -24,7 +24,7 @@ SMALL_BYTES = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActivationTotals:
-    """Bytes that autograd saved of a microbatch, in distinct storages, and how many of them were offloaded."""
+    """The bytes that autograd saved of a microbatch, in distinct storages, and those that were offloaded."""
 
     saved_bytes: int
     offloaded_bytes: int
@@ -51,7 +51,7 @@ class _Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SavedView:
-    """A saved tensor as a view of an entry; `kept`: the tensor itself, if its entry stayed."""
+    """A saved tensor as a view of an entry. kept: the tensor itself if its entry stayed, else None."""
 
     entry: _Entry
     dtype: torch.dtype
@@ -64,9 +64,9 @@ class _SavedView:
 class ActivationSaver:
     """The saved activations of one microbatch on one rank.
 
-    store: where they go; if None, they are only counted. offload_bytes: how many bytes to offload.
-    layer_bytes: of one layer; a storage saved again after that many bytes is shared by layers.
-    window_bytes: the limit of what is loaded ahead of backward. stays: storages never offloaded (`parameter_storages`).
+    store: store of offloaded activations; None only counts them. offload_bytes: number of bytes to offload.
+    layer_bytes: bytes of one layer; a storage saved again after that many bytes is shared by layers. window_bytes:
+    largest number of bytes loaded ahead of backward. stays: storages that are never offloaded (`parameter_storages`).
     """
 
     def __init__(
@@ -89,22 +89,22 @@ class ActivationSaver:
 
     @property
     def totals(self) -> ActivationTotals:
-        """The bytes that forward has saved, and those in the store."""
+        """Bytes that forward has saved, and bytes in the store."""
         return ActivationTotals(saved_bytes=self._saved_bytes, offloaded_bytes=self._away_bytes)
 
     @property
     def waiting_bytes(self) -> int:
-        """Bytes of saved storages on the device, and of those on their way back, that backward has not reached."""
+        """Bytes of saved storages, on the device or on their way back, that backward has not reached."""
         return self._waiting_bytes
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Save, and offload, what the forward inside the block saves."""
+        """Save and offload the tensors that forward inside the block saves."""
         with torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack):
             yield
 
     def pack(self, tensor: Tensor) -> Tensor | _SavedView:
-        """Return what autograd keeps in place of `tensor`; `unpack` restores it."""
+        """Return the value that autograd keeps in place of `tensor`; `unpack` restores the tensor."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
             return tensor
         alive = StorageWeakRef(tensor.untyped_storage())
@@ -128,7 +128,7 @@ class ActivationSaver:
         )
 
     def unpack(self, saved: Tensor | _SavedView) -> Tensor:
-        """Return a saved tensor, its values from the store if they are there."""
+        """Return a saved tensor, with values from the store if they are there."""
         if isinstance(saved, Tensor):
             return saved
         entry = saved.entry
@@ -148,7 +148,7 @@ class ActivationSaver:
             self._put.clear()
 
     def prefetch(self) -> None:
-        """Begin to load what backward needs next, within the window."""
+        """Begin to load the tensors that backward needs next, within the window."""
         while self._away:
             entry = self._away[-1]()
             if entry is None or entry.stored is None or entry.is_fetched:

@@ -1,4 +1,4 @@
-"""The interface between what is offloaded and where it goes: `DiskStore` and `PinnedStore`."""
+"""The interface of stores for offloaded activations: `DiskStore` and `PinnedStore`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,7 @@ class Stored(Protocol):
         ...
 
     def take(self) -> Tensor:
-        """Wait for the bytes and return them, uint8 (bytes,), on their original device.
-
-        Raises:
-            MemoryShortage: they could not be stored.
-        """
+        """Wait for the bytes and return them, uint8 (bytes,), on their device; MemoryShortage: they were not stored."""
         ...
 
 
@@ -62,7 +58,7 @@ class StoreRoom:
 
     @property
     def end(self) -> int:
-        """The end of the last allocation."""
+        """End of the last allocation."""
         return int(self._gaps[-1][0])
 
     def take(self, size: int) -> int:

@@ -1,1 +1,1 @@
-"""What this machine takes for the parts of a step: runs them, and writes measurements that plans are priced with."""
+"""Runs the parts of a step on this machine, and writes the measurements that price plans."""

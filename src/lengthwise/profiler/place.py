@@ -27,7 +27,7 @@ def first_gpu_name() -> str | None:
     from lengthwise.comm.devices import ask_in_a_child
 
     found = ask_in_a_child(lambda: str(torch.cuda.get_device_name(0)))
-    return found if isinstance(found, str) else None  # the full error comes when the GPU is used
+    return found if isinstance(found, str) else None  # use of the GPU reports the full error
 
 
 def device_bytes() -> float | None:
@@ -41,7 +41,7 @@ def device_bytes() -> float | None:
 
 
 def this_place(*, gpu: int | None, ranks: int, ranks_per_node: int, clock: Clock) -> MeasuredPlace:
-    """Describe this process's machine; `gpu`: the index of its CUDA device, None on the CPU."""
+    """Describe this process's machine. gpu: index of its CUDA device, None on the CPU."""
     import torch
     import transformers
 

@@ -1,4 +1,4 @@
-"""A profile, as one of its ranks: run the parts of a step repeatedly, in turn, and fit costs to their times.
+"""One rank of a profile: runs the parts of a step repeatedly, in turn, and fits costs to their times.
 
 Microbatches of doubling lengths, rings and blocks warm up until one takes too long; then all of them take turns with
 messages and the step's end. Lower quartiles over ranks make the samples (`cost.fit`). It needs no more memory than
@@ -62,11 +62,11 @@ from lengthwise.profiler.runs import (
 )
 from lengthwise.profiler.stopwatch import Stopwatch, WatchedTransport
 
-_LONGEST_SHARE = 1 / 25  # the most of all seconds that one run may take
+_LONGEST_SHARE = 1 / 25  # largest share of all seconds that one run may take
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 25
 _LEAST_TOKENS = 256  # lengths double up to here, however long it takes: shorter runs alone give no fit
 _Timed = Callable[[], tuple[float, float, float]]
-"""Runs something; returns its seconds on this rank, those of them spent waiting, and those before backward or NaN."""
+"""Function that runs something; returns (seconds on this rank, seconds of waits, seconds before backward or NaN)."""
 
 Trained = tuple[nn.Module, Parameters, SlicedOptimizer]
 """A model, its parameters and their optimizer."""
@@ -74,10 +74,10 @@ Trained = tuple[nn.Module, Parameters, SlicedOptimizer]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileSettings:
-    """How to take a profile.
+    """The settings of a profile.
 
-    seconds: about how long it may take. longest_tokens: the longest sequence. hardware: the named hardware whose terms
-    fill gaps. computing: how the model computes, as in a run.
+    seconds: length of the profile, about. longest_tokens: length of the longest sequence. hardware: named hardware
+    whose terms fill gaps. computing: how the model computes, as in a run.
     """
 
     seconds: float
@@ -99,11 +99,8 @@ def profile(
 ) -> Measurements:
     """Measure a model on all ranks of a world; return the same measurements on each.
 
-    trained: a model, parameters and optimizer before their first step; they stay equal to the bit. By default, built
-    from `source`. store: where activations are offloaded; if None, copies are not measured.
-
-    Raises:
-        LengthwiseError: a rank was lost, or the samples give no costs.
+    trained: model, parameters and optimizer before their first step, which stay equal to the bit (default: built from
+    `source`). store: store of offloaded activations; None leaves copies unmeasured.
     """
     shape = shape_from_config(source.config.to_dict(), name=source.name)
     trained = trained or build(source, world, transport, settings.precision, settings.computing)
@@ -138,7 +135,7 @@ def profile(
 
 
 def _adapters(model: nn.Module) -> int | None:
-    """Return the number of parameters that train if others do not; None if all train."""
+    """Return the number of adapter parameters, or None if the whole model trains."""
     parameters = list(model.parameters())
     if all(parameter.requires_grad for parameter in parameters):
         return None
@@ -152,7 +149,7 @@ def build(
     precision: Precision,
     computing: Computing | None = None,
 ) -> Trained:
-    """Build a model with random weights, its parameters and optimizer, to be measured. Collective."""
+    """Build a model with random weights, its parameters and optimizer, for measuring. Collective."""
     model = build_model(source, seed=0, stored=transport.rank == 0)
     choose_layers(model, computing or Computing(), world.device, transport, dtype=DTYPES[precision]).put()
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
@@ -161,14 +158,14 @@ def build(
 
 
 def open_store(device: torch.device, folder: Path | None, *, where: str) -> ActivationStore | None:
-    """Open the store for activations: a folder, or a GPU's host memory; None if there is neither."""
+    """Open the store for activations: a folder, or a GPU's host memory; return None if there is neither."""
     if folder is not None:
         return DiskStore(folder, where=where)
     return PinnedStore(device, where=where) if device.type == "cuda" else None
 
 
 class RankProfiler:
-    """One rank of a profile; all ranks of the world call the same methods in the same order."""
+    """One rank of a profile; all ranks call the same methods in the same order."""
 
     def __init__(
         self,
@@ -192,7 +189,7 @@ class RankProfiler:
         self._parameters, self._optimizer = parameters, optimizer
 
     def time_in_turns(self, runs: Sequence[ProfiledRun]) -> list[Sample]:
-        """Run all of them and the step's end in turns while time is left; return samples, ends last."""
+        """Run all of these and the step's end in turns while time is left; return samples, ends last."""
         timed = [self._timed(run) for run in runs]
         took: list[list[tuple[float, float, float]]] = [[] for _ in runs]
         end_took: list[tuple[float, float, float]] = []
@@ -216,7 +213,7 @@ class RankProfiler:
         return rounds < _MOST_ROUNDS and passed * (1 + 1 / (rounds + 1)) < self._settings.seconds
 
     def ladder(self) -> list[ProfiledRun]:
-        """Choose what to time, and run it once; lengths double while a run takes less than its share of the time."""
+        """Run once, and return, what will be timed; lengths double while a run takes less than its share of time."""
         ranks, layers, longest = self._world.world_size, self._shape.layers, 0
         runs: list[ProfiledRun] = []
         tokens = SHORTEST_TOKENS

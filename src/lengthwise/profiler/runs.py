@@ -1,4 +1,4 @@
-"""What a profile times, as data (microbatches, rings, blocks, messages, copies), and the samples made of the times."""
+"""What a profile times, as data (microbatches, rings, blocks, messages, copies), and the samples of the times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ProfiledRun:
 
 
 def local_run(lengths: Sequence[int], ranks: int, layers: int) -> ProfiledRun:
-    """Let every rank compute its own pack of these lengths, all at the same time."""
+    """Return the run of a pack of these lengths on every rank at the same time."""
     packs = [tuple(range(rank * len(lengths), (rank + 1) * len(lengths))) for rank in range(ranks)]
     pieces = [Piece(ranks=(rank,), sequences=pack) for rank, pack in enumerate(packs)]
     plan = _plan(tuple(lengths) * ranks, pieces, ranks, layers)
@@ -39,7 +39,7 @@ def local_run(lengths: Sequence[int], ranks: int, layers: int) -> ProfiledRun:
 
 
 def ring_runs(lengths: Sequence[int], ranks: int, ranks_per_node: int, layers: int) -> list[ProfiledRun]:
-    """Cut one pack over rings of 2, 4, 8 ... and of all ranks, and over two ranks across a border of nodes."""
+    """Return runs of one pack on rings of 2, 4, 8 ... and of all ranks, and on two ranks across a border of nodes."""
     degrees = sorted({*(2**power for power in range(1, ranks.bit_length()) if 2**power <= ranks), ranks} - {1})
     firsts = [(0, degree) for degree in degrees]
     if 1 < ranks_per_node < ranks:
@@ -56,7 +56,10 @@ def ring_runs(lengths: Sequence[int], ranks: int, ranks_per_node: int, layers: i
 
 
 def message_runs(ranks: int, ranks_per_node: int, *, times: int = 1) -> list[ProfiledRun]:
-    """Let every rank send to the next of its node, and to the same place of the next node; `times` the bytes."""
+    """Return runs of messages from every rank to the next of its node, and to the same place of the next node.
+
+    times: factor of the bytes.
+    """
     tiers: list[Tier] = [*(("near",) if ranks_per_node > 1 else ()), *(("far",) if ranks > ranks_per_node else ())]
     return [
         ProfiledRun(kind="transfer", num_bytes=times * size, degree=min(ranks, 2), tier=tier)
@@ -66,7 +69,7 @@ def message_runs(ranks: int, ranks_per_node: int, *, times: int = 1) -> list[Pro
 
 
 def copy_runs(*, times: int = 1) -> list[ProfiledRun]:
-    """Let every rank copy to the offload store and back; `times` the bytes."""
+    """Return runs in which every rank copies to the offload store and back. times: factor of the bytes."""
     return [ProfiledRun(kind="copy", num_bytes=times * size) for size in COPY_BYTES]
 
 
@@ -82,7 +85,7 @@ def _plan(tokens: tuple[int, ...], pieces: Sequence[Piece], ranks: int, layers: 
 
 
 def sample_of(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
-    """Make the sample of a run from `took`, [ranks, rounds, (seconds, seconds waited, seconds of forward)]."""
+    """Return the sample of a run. took: seconds, [ranks, rounds, (all, waits, forward)]."""
     if run.kind == "ring":
         assert run.plan is not None, run
         took = took[list(run.plan.microbatches[0].ranks)]
@@ -96,7 +99,7 @@ def sample_of(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
 
 
 def end_samples(ends: np.ndarray, clock: Clock) -> list[Sample]:
-    """Return the samples of a step's end from `ends`, [ranks, rounds, (collectives, update, clear)] in seconds."""
+    """Return the samples of a step's end. ends: seconds, [ranks, rounds, (collectives, update, clear)]."""
     kinds: tuple[Kind, ...] = ("end_collectives", "end_update", "end_clear")
     degree = len(ends)
     return [
@@ -112,7 +115,7 @@ def _usual(seconds: np.ndarray, clock: Clock) -> float:
 
 
 def _of(run: ProfiledRun, seconds: float, repeats: np.ndarray, forward_seconds: float | None = None) -> Sample:
-    """Make a sample; `repeats`, [ranks, rounds], give its spread."""
+    """Return a sample; `repeats`, [ranks, rounds], give its spread."""
     seconds = max(seconds, 1e-9)
     lower, upper = np.quantile(repeats, (0.25, 0.75))
     return Sample(

@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class Stopwatch:
-    """Seconds of a rank by one of two clocks; on a GPU it waits for what was launched."""
+    """Counts the seconds of a rank by one of two clocks; on a GPU it waits for launched work."""
 
     def __init__(self, clock: Clock, transport: Transport, device: torch.device) -> None:
         self._clock, self._transport, self._device = clock, transport, device
@@ -34,15 +34,15 @@ class Stopwatch:
 
     @property
     def waited(self) -> float:
-        """Seconds spent waiting for messages since some fixed start."""
+        """Seconds of waits for messages since some fixed start."""
         return self._transport.clock.waited_seconds
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return how many seconds `run` takes, waiting for messages included."""
+        """Return the seconds of `run`, with waits for messages."""
         return self.timed(run)[0]
 
     def timed(self, run: Callable[[], Result]) -> tuple[float, Result]:
-        """Return how many seconds `run` takes, waiting for messages included, and its result."""
+        """Return the seconds of `run`, with waits for messages, and its result."""
         start = self.now()
         result = run()
         return self.now() - start, result

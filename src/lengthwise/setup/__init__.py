@@ -1,4 +1,4 @@
-"""The layout of a model on a machine, and what a step then holds, from settings and sizes; no torch."""
+"""The layout of a model on a machine, and the memory of a step, from settings and sizes; no torch."""
 
 from lengthwise.setup.resolve import (
     Machine,

@@ -1,6 +1,6 @@
-"""Settings for a first run file, from the memory model: the whole model or adapters, and the learning rate.
+"""Settings for a first run file, from the memory model: whole model or adapters, and the learning rate.
 
-Learning rates are those with which published fine-tuning recipes begin.
+Learning rates are those of published fine-tuning recipes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _RATES = ((3e9, 2e-5), (2e10, 1e-5), (float("inf"), 5e-6))  # of whole models, b
 class FirstSettings:
     """Settings that fit on each rank.
 
-    shard: the sharding. capacities: tokens per rank, by kind of recomputation. state_bytes: parameters and states per
-    rank. whole_bytes: the least that the whole model would take, also if adapters are trained.
+    capacities: tokens per rank, by kind of recomputation. state_bytes: parameters and states per rank. whole_bytes:
+    least bytes of the whole model per rank, also if adapters train.
     """
 
     adapters: bool
@@ -48,10 +48,8 @@ def first_settings(
 ) -> FirstSettings:
     """Choose the whole model if it and the longest row fit on these ranks, else adapters.
 
-    batch_tokens: the most tokens of a step. lengths: of a step, to time layouts; if None, memory alone decides.
-
-    Raises:
-        ConfigError: not even adapters fit; it names the smallest power of two of ranks on which they do.
+    batch_tokens: largest number of tokens of a step. lengths: lengths of a step, to time layouts; None compares memory
+    alone. ConfigError, with the smallest power of two of ranks that suffices: not even adapters fit.
     """
     models = _models(shape, hardware)
     whole, _ = (_memory(each, hardware, ranks) for each in models)
@@ -101,9 +99,9 @@ def _fitting(
     batch_tokens: float = inf,
     lengths: Sequence[int] | None = None,
 ) -> tuple[StepMemory, Mapping[str, int]] | None:
-    """Return what a run then holds, and its capacities, or None if it cannot hold the longest row.
+    """Return the memory and capacities of a run, or None if it cannot hold the longest row.
 
-    lengths: of a step, to time layouts; if None, memory alone decides.
+    Arguments are those of `first_settings`.
     """
     machine = Machine(ranks=ranks, here=min(ranks, hardware.ranks_per_node), on_gpus=hardware.name != "cpu")
     cost = None if lengths is None else all_terms_cost(model.shape, hardware, adapters=model.trained)

@@ -1,6 +1,6 @@
-"""The layout of settings on a machine that need not exist here, and what a step then holds.
+"""The layout of settings on a machine that need not exist here, and the memory of a step.
 
-The layout is the named one. For `shard: auto` it is the fastest that fits by estimate where lengths are known, else the
+The layout is the named one. For `shard: auto` it is the fastest that fits by estimate if lengths are known, else the
 first that fits; on CPUs too, because there transfers and computing share cores, which the costs do not model.
 """
 
@@ -33,7 +33,7 @@ Asked = TypeVar("Asked", bound=TrainingSettings)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """Ranks and where they run. here: how many of them share a machine."""
+    """Ranks and their machines. here: number of ranks that share a machine."""
 
     ranks: int
     here: int
@@ -44,10 +44,11 @@ class Machine:
 class TrainedModel:
     """The sizes of a model and its optimizer that count for memory.
 
-    dtype_bytes: of a parameter as forward reads it. parameters: all of them, adapters too. If None, those of the shape.
-    trained: the number that train; None if all do. ties: whether head and embedding are the same; None: as usual in the
-    family. kinds: of recomputation that the family supports. states: number of optimizer states per entry. offloads:
-    states and master weights are in host memory. chunked: the loss computes logits in chunks.
+    dtype_bytes: bytes of a parameter as forward reads it. parameters: number of all parameters, with adapters; None for
+    those of the shape. trained: number of trained ones; None for all. ties: True if head and embedding are tied; None:
+    as usual in the family. kinds: kinds of recomputation that the family supports. states: number of optimizer states
+    per entry (default 2). offloads: True if states and master weights are in host memory. chunked: True if the loss
+    computes logits in chunks.
     """
 
     shape: ModelShape
@@ -63,7 +64,7 @@ class TrainedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup(Generic[Asked]):
-    """Settings with a resolved layout, and what a step then holds. why: its reason, or "" if none is due."""
+    """Settings with a resolved layout, and the memory of a step. why: reason of the layout, or "" if none is due."""
 
     settings: Asked
     memory: StepMemory
@@ -83,7 +84,7 @@ def model_of_run(config: RunConfig, shape: ModelShape, *, on_gpus: bool, **known
 
 
 def lengths_of_a_batch(lengths: Sequence[int], batch_tokens: int) -> list[int]:
-    """Return lengths of all kinds that make up about one batch: every n-th of the sorted ones."""
+    """Return lengths of about one batch: every n-th of the sorted ones."""
     ordered = sorted(lengths)
     every = max(1, -(-sum(ordered) // batch_tokens))
     return ordered[every - 1 :: every] or ordered
@@ -95,7 +96,7 @@ def offload_of(section: OffloadConfig | None) -> str | float:
 
 
 def memory_of_settings(settings: TrainingSettings, model: TrainedModel, *, ranks: int, on_gpus: bool) -> StepMemory:
-    """Return what a step holds in the layout of these settings; auto counts as zero1."""
+    """Return the memory of a step in the layout of these settings; auto counts as zero1."""
     layout = ModelLayout(
         ranks=ranks // settings.stages,
         cut=settings.cut,
@@ -124,14 +125,10 @@ def resolve(
 ) -> Setup[Asked]:
     """Return these settings with a resolved layout.
 
-    cost: with whole parameters on every rank; if None, memory alone decides. room_bytes: of one rank, if known.
-    lengths: of a global batch; if None, no layout is timed. longest: tokens of the longest sequence. batch: most tokens
-    of a global batch.
-    margin: the share of its time by which another layout must be faster than the first that fits.
-
-    Raises:
-        MemoryShortage: the model fits under no layout.
-        ConfigError: nodes do not divide the ranks.
+    cost: costs with whole parameters on every rank; None compares memory alone. room_bytes: free bytes of one rank, if
+    known. lengths: lengths of a global batch; None times no layout. longest: tokens of the longest sequence. batch:
+    largest number of tokens of a global batch. margin: share of its time by which another layout must be faster than
+    the first that fits. MemoryShortage: no layout fits. ConfigError: nodes do not divide the ranks.
     """
     ranks, asked = machine.ranks, settings.shard
     node = ranks_of_node(settings.ranks_per_node, machine.here, ranks, is_asked=asked == "hybrid")
