@@ -1,1 +1,1 @@
-"""What a person reads: figures with units, histograms, tables and the live line. Pure: text in, text out."""
+"""What a person reads: figures with units, histograms, tables and the live line; text in, text out."""

@@ -1,4 +1,4 @@
-"""What a step gains that computes prompts once, as text and as figures."""
+"""Gains of a step that computes prompts once, as text and as figures."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lengthwise.simulator import Branches, Comparison, Found
 
 
 def branches_text(branches: Branches | None) -> str:
-    """Say which prompts sequences share; "" if they share none."""
+    """Return which prompts sequences share, in words; "" if none."""
     if branches is None:
         return ""
     return f"{branches.completions} completions of each prompt of {branches.prompt_tokens:,} tokens, counted in each"
 
 
 def branches_notes(comparison: Comparison) -> list[str]:
-    """Say what prompts computed once save, or why they are not; nothing if sequences share none."""
+    """Return what prompts computed once save, or why they are not; [] if sequences share none."""
     apart = comparison.apart.found
     if comparison.scenario.branches is None or apart is None:
         return []
@@ -33,7 +33,7 @@ def branches_notes(comparison: Comparison) -> list[str]:
 
 
 def _obstacle(found: Found | None) -> str:
-    """Say why no plan shares prompts. found: what was planned for it."""
+    """Return the reason why no plan shares prompts. found: result of planning with shared prompts, if any."""
     least = f"Lengthwise does it where it saves more than {100 * LEAST_SAVED:.0f} % of the time"
     saved = [] if found is None else [step.saved_ratio for step in found.steps if step.saved_ratio is not None]
     if saved:
@@ -46,8 +46,9 @@ def _obstacle(found: Found | None) -> str:
 def branches_json(comparison: Comparison) -> dict[str, Any] | None:
     """Return the figures of a step that computes prompts once, or None if sequences share none or nothing fits.
 
-    whole_step_seconds: of Lengthwise with each sequence whole, on the same mesh. saved_tokens_ratio: of all tokens.
-    saved_seconds_ratio: predicted for each step; if it shares none, what sharing would save, or None if it cannot.
+    whole_step_seconds: step time of Lengthwise with each sequence whole, on the same mesh. saved_tokens_ratio: share of
+    all tokens. saved_seconds_ratio: per step the predicted share; if it shares none, what sharing would save, or None
+    if it cannot.
     """
     branches, apart = comparison.scenario.branches, comparison.apart.found
     if branches is None or apart is None:

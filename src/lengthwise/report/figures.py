@@ -1,4 +1,4 @@
-"""Numbers, written to be read."""
+"""Numbers as text for readers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _ROUNDS_UP = 0.9995  # from here on three digits are those of the next unit: 1.0
 
 
 def count(value: float) -> str:
-    """Write a count in three significant digits: 731, 12.1K, 1.05M, 384M."""
+    """Return a count in three significant digits: 731, 12.1K, 1.05M, 384M."""
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
         if value >= _ROUNDS_UP * limit:
             return f"{_three_digits(value / limit)}{unit}"
@@ -14,7 +14,7 @@ def count(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """Write a duration with its unit: 3.20 ms, 1.25 s, 2 min 05 s, 9 h 38 min."""
+    """Return a duration with its unit: 3.20 ms, 1.25 s, 2 min 05 s, 9 h 38 min."""
     if value < _ROUNDS_UP * 1e-3:
         return f"{_three_digits(value * 1e6)} us"
     if value < _ROUNDS_UP:
@@ -29,7 +29,7 @@ def seconds(value: float) -> str:
 
 
 def clock(value: float) -> str:
-    """Write a duration in whole seconds, minutes and hours: 0:07, 12:05, 9:38:00, 3 d 04 h."""
+    """Return a duration in whole seconds, minutes and hours: 0:07, 12:05, 9:38:00, 3 d 04 h."""
     minutes, rest = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 100:
@@ -38,12 +38,12 @@ def clock(value: float) -> str:
 
 
 def unitless(value: float) -> str:
-    """Write a time in a unit that the user chose: in six digits, or with all digits before the point."""
+    """Return a time in a unit of the user's, in six digits, or with all digits before the point."""
     return f"{value:.0f}" if 1e6 <= value < 1e15 else f"{value:.6g}"
 
 
 def percent(ratio: float) -> str:
-    """Write a ratio of 0.1234 as 12.3 %; what rounds to 0.0 % has no sign."""
+    """Return a ratio of 0.1234 as 12.3 %; one that rounds to 0.0 % has no sign."""
     return f"{round(100 * ratio, 1) + 0.0:.1f} %"
 
 

@@ -14,7 +14,7 @@ from lengthwise.report.figures import count
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthSummary:
-    """Counts in sequences and tokens; the share of the longest 1 % of sequences in tokens and attention work (s^2)."""
+    """Numbers of sequences and tokens; shares of the longest 1 % of sequences in tokens and attention work (s^2)."""
 
     num_sequences: int
     num_tokens: int
@@ -51,7 +51,7 @@ def sum_by_power(lengths: Sequence[int] | np.ndarray) -> tuple[int, list[int], l
 
 
 def written_edges(first: int, bars: int, longest: int) -> tuple[list[str], list[str]]:
-    """Return the borders of bars of powers of two, and what each bar spans; the last bar ends at the longest."""
+    """Return the borders of bars of powers of two, and the span of each bar; the last bar ends at the longest."""
     ends = [written_tokens(2**power) for power in range(first, first + bars)] + [written_tokens(longest)]
     spans = [low if low == high else f"{low} to {high}" for low, high in pairwise(ends)]
     right = ends[-1] if ends[-1] != ends[-2] else written_tokens(2 ** (first + bars))  # all of one length
@@ -59,7 +59,7 @@ def written_edges(first: int, bars: int, longest: int) -> tuple[list[str], list[
 
 
 def length_histogram(lengths: Sequence[int] | np.ndarray, *, width: int = 40) -> list[str]:
-    """Draw one line for each power of two of length: dots for its sequences, hashes for the tokens in them."""
+    """Return one line per power of two of length: dots for its sequences, hashes for their tokens."""
     first, sequences, tokens = sum_by_power(lengths)
     most_tokens, most_sequences = max(tokens), max(sequences)
     half = max(8, (width - 1) // 2)

@@ -1,4 +1,4 @@
-"""HTML pages and their charts as SVG: one file that opens anywhere, with no script and, by its policy, nothing remote.
+"""HTML pages and their charts as SVG: one file that opens anywhere, without scripts and, by its policy, nothing remote.
 
 No element has a style attribute, and all text is escaped.
 """
@@ -57,9 +57,9 @@ def html_page(title: str, body: str) -> str:
 
 
 def html_table(rows: Sequence[Sequence[str]], *, wraps: bool = False) -> str:
-    """Return a table, headings first, escaped; the last cell of a short row spans the columns that are left.
+    """Return a table, headings first, escaped; the last cell of a short row spans the remaining columns.
 
-    wraps: whether cells may break lines.
+    wraps: True lets cells break lines.
     """
     head = "".join(f"<th>{escape(column)}</th>" for column in rows[0])
     body = []
@@ -71,18 +71,18 @@ def html_table(rows: Sequence[Sequence[str]], *, wraps: bool = False) -> str:
 
 
 def bar_line(share: float, kind: str) -> str:
-    """Draw one bar over a share of its cell, 0 to 1; `kind` is its class in the style sheet."""
+    """Return one bar over a share of its cell, 0 to 1. kind: its class in the style sheet."""
     bar = f'<rect class="{kind}" width="{100 * share:.1f}" height="10"/>'
     return f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">{bar}</svg>'
 
 
 def scrolling(wide: str) -> str:
-    """Let a wide element scroll by itself on a phone, so that its text stays large enough to read."""
+    """Return a wide element that scrolls by itself on a phone, so that its text stays large enough to read."""
     return f"<div class=scroll>{wide}</div>"
 
 
 def length_chart(lengths: Sequence[int] | np.ndarray) -> str:
-    """Draw the shares of all tokens, and of attention work, that sequences of each power of two hold."""
+    """Return a chart of the shares of all tokens, and of attention work, in sequences of each power of two."""
     first, sequences, tokens = sum_by_power(lengths)
     values = np.asarray(lengths, dtype=np.float64)
     squares = np.bincount(np.frexp(values)[1] - 1 - first, weights=values**2)
@@ -104,7 +104,7 @@ def length_chart(lengths: Sequence[int] | np.ndarray) -> str:
 
 
 def written_work(sequences: int, tokens: int) -> str:
-    """Write a number of sequences, and of the tokens in them."""
+    """Return a number of sequences, and of the tokens in them, in words."""
     return f"{counted(sequences, 'sequence')}, {count(tokens)} token{'s' * (tokens != 1)}"
 
 
@@ -118,10 +118,10 @@ def bar_chart(
     tips: Sequence[str],
     marks: Sequence[float] = (),
 ) -> str:
-    """Draw one bar a value over an axis in percent; values are shares from 0 to 1.
+    """Return a chart of one bar per value over an axis in percent; values are shares from 0 to 1.
 
-    labels: of the borders of the bars, one more than there are bars. tips: shown on hovering. marks: further shares,
-    drawn as a line over each bar.
+    labels: labels of the bars' borders, one more than bars. tips: texts shown on hovering. marks: further shares, drawn
+    as a line over each bar.
     """
     tallest = max((*values, *marks), default=0.0) or 1.0
     tick = next((each for each in (0.01, 0.05, 0.1) if tallest <= 5 * each), 0.2)
@@ -138,7 +138,7 @@ def bar_chart(
             f'width="{max(1.0, width - 2):.1f}" height="{height:.1f}"><title>{escape(tip)}</title></rect>'
         )
     for number, label in enumerate(labels):
-        kind = "odd " * ((len(labels) - 1 - number) % 2)  # the last one always stays
+        kind = "odd " * ((len(labels) - 1 - number) % 2)  # the last label always stays
         parts.append(_text(f"{_LEFT + number * width:.1f}", HEIGHT - _BOTTOM + 14, label, kind=kind))
     for number, mark in enumerate(marks):
         x, y = _LEFT + number * width, _TOP + _PLOT_HEIGHT * (1 - mark / most)
@@ -147,7 +147,7 @@ def bar_chart(
 
 
 def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_title: str, y_title: str) -> str:
-    """Draw (x, y, tip) on two logarithmic axes; values must be above 0."""
+    """Return a chart of (x, y, tip) on two logarithmic axes; values must be above 0."""
     x_low, x_high = _powers([x for x, _, _ in points])
     y_low, y_high = _powers([y for _, y, _ in points])
     parts = []
@@ -166,7 +166,7 @@ def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_t
 
 
 def stretch_chart(rows: Sequence[tuple[str, Sequence[Stretch]]], *, title: str, most: float) -> str:
-    """Draw one line a row, its label and its stretches, over seconds from 0 to `most`."""
+    """Return a chart of one line per row, its label and its stretches, over seconds from 0 to `most`."""
     step = _PLOT_HEIGHT / max(1, len(rows))
     parts = []
     for number, (label, drawn) in enumerate(rows):
@@ -198,7 +198,7 @@ def _y_tick(y: float, label: str) -> list[str]:
 
 
 def _text(x: object, y: object, text: str, *, anchor: str = "middle", kind: str = "") -> str:
-    """Write text; of kind `odd ` it is left out on narrow pages."""
+    """Return a text element; narrow pages leave out those of kind `odd `."""
     return f'<text class="{kind}small" x="{x}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
 
 

@@ -22,7 +22,7 @@ from lengthwise.report.simulation import DETAILS_TITLE, HEADS, answer_rows, simu
 from lengthwise.simulator import Comparison, Found, Stretch, stretches
 
 _SHOWN_RANKS, _SHOWN_WHOLE, _SHOWN_CUT = 16, 200, 600
-_GAP = 1e-3  # of the step: shorter gaps cannot be seen
+_GAP = 1e-3  # of the step: shorter gaps are invisible
 _ROW_WORDS = (
     (
         "FSDP2",
@@ -61,7 +61,7 @@ def simulation_page(
     verdict: str = "",
     remarks: Sequence[str] = (),
 ) -> str:
-    """Write the page; GPUs are shown over time for the best other way and for ours, on one scale."""
+    """Return the page; GPUs are shown over time for the best other way and for ours, on one scale."""
     ours, rows = comparison.ours.found, (comparison.best_other, comparison.ours)
     shown = [(row.planner, row.found) for row in rows if row is not None and row.found is not None]
     most = max((found.step_seconds[0] for _, found in shown), default=0.0)
@@ -95,7 +95,7 @@ def _words(words: Sequence[tuple[str, str]]) -> str:
 
 
 def degrees_of(found: Found) -> list[tuple[int, int]]:
-    """Return the different pairs of a whole sequence's tokens and its ranks in the first batch, ascending."""
+    """Return the different (tokens of a whole sequence, its ranks) of the first batch, ascending."""
     plan = found.first_plan
     firsts, continued = plan.firsts, set(plan.parents)
     pieces = (piece for microbatch in plan.microbatches for piece in microbatch.pieces)

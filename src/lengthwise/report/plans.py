@@ -1,4 +1,4 @@
-"""Plans side by side: what one step would take by the cost model."""
+"""Plans side by side: their steps by the cost model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ def plan_table(
     duration: Callable[[float], str] = seconds,
     chosen: Collection[str] = (),
 ) -> ColumnTable:
-    """Compare plans of a step, one column a planner; chosen: which of recompute, offload and heads planners chose."""
+    """Return a comparison of plans of a step, one column per planner.
+
+    chosen: which of recompute, offload and heads planners chose.
+    """
     scores = {name: score(plan, cost) for name, plan in plans.items()}
     bounds = {name: float(plan.notes["bound_seconds"]) for name, plan in plans.items()}
     rows = (
@@ -36,7 +39,7 @@ def plan_table(
 
 
 def _recomputed(plan: Plan) -> str:
-    return plan.microbatches[0].recompute  # the same in all of a plan from here
+    return plan.microbatches[0].recompute  # equal in all microbatches of a plan from here
 
 
 def _offloaded(plan: Plan) -> str:
@@ -57,13 +60,13 @@ _CHOICES: Mapping[str, tuple[str, Callable[[Plan], str]]] = {
 
 
 def _above(makespan_seconds: float, bound_seconds: float) -> str:
-    if bound_seconds == 0:  # costs that price nothing that these lengths need
+    if bound_seconds == 0:  # costs that price nothing in these lengths
         return percent(0.0) if makespan_seconds == 0 else "bound is 0"
     return percent(makespan_seconds / bound_seconds - 1)
 
 
 def degree_table(plan: Plan) -> ColumnTable:
-    """List the sequences and tokens that each number of ranks shares; above 8 ranks by powers of two."""
+    """Return sequences and tokens by the number of ranks that share them; above 8 ranks by powers of two."""
     sequences, tokens = Counter[str](), Counter[str]()
     order: dict[str, int] = {}
     for microbatch in plan.microbatches:

@@ -19,8 +19,8 @@ from lengthwise.report.figures import clock, percent, seconds
 if TYPE_CHECKING:
     from lengthwise.data.prepared import Progress
 
-_LIVE_SECONDS, _PLAIN_SECONDS = 0.2, 10.0  # between two lines of progress, on a terminal and anywhere else
-_SILENT_SECONDS = 2.0  # after which the phase of work is shown
+_LIVE_SECONDS, _PLAIN_SECONDS = 0.2, 10.0  # between two lines of progress, on a terminal and elsewhere
+_SILENT_SECONDS = 2.0  # without a line, after which the phase of work is shown
 _LOOK_SECONDS = 0.25
 _BAR = 20  # characters
 _PARTS = re.compile(r"(\d+) of (\d+)")
@@ -34,11 +34,11 @@ class LiveLine:
         self._live = stream.isatty()
         self._open = False
         self._lock = threading.Lock()
-        self._updated_at, self.written_at = -math.inf, -math.inf  # the last live line, the last that stays
+        self._updated_at, self.written_at = -math.inf, -math.inf  # of the last live line, of the last that stays
 
     @property
     def width(self) -> int | None:
-        """The columns of the terminal; None if the stream is not a terminal."""
+        """Number of columns of the terminal; None if the stream is not a terminal."""
         return shutil.get_terminal_size().columns if self._live else None
 
     def update(self, line: str) -> None:
@@ -81,7 +81,7 @@ class LiveLine:
             self._end(error)
 
     def _end(self, error: OSError) -> None:
-        """Discard later output: what is left in the stream's buffer would fail again."""
+        """Discard later output: the rest of the stream's buffer would fail again."""
         with contextlib.suppress(OSError):
             print(f"progress is no longer shown: {error.strerror or error}; the run goes on", file=sys.stderr)
         with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
@@ -94,7 +94,7 @@ class PhaseLine:
     def __init__(self, line: LiveLine) -> None:
         self._line, self._ended, self._thread = line, threading.Event(), None
         self._phase, self._group, self._began = "", "", 0.0
-        self.silent_seconds = _SILENT_SECONDS  # before a phase is shown
+        self.silent_seconds = _SILENT_SECONDS  # without a line, before a phase is shown
 
     def note(self, phase: str) -> None:
         """Begin a phase, for example `step 3, microbatch 2 of 8`; an empty phase ends the work."""
@@ -126,7 +126,7 @@ class PhaseLine:
 
 
 def phase_text(phase: str, seconds: float) -> str:
-    """Say how long a phase has taken, and how long its other parts may take."""
+    """Return how long a phase has taken, and how long its other parts may take."""
     parts, left = _PARTS.search(phase), ""
     if parts is not None and (done := int(parts[1]) - 1) > 0:
         left = f", about {clock(seconds / done * (int(parts[2]) - done))} left"

@@ -15,14 +15,14 @@ from lengthwise.simulator.rivals import BY_WORK
 
 SCHEMA = "lengthwise.simulation/1"
 OUR_PLANNER = "lengthwise"
-MOST_MFU = 0.75  # of a device's peak: no training has been published above it
+MOST_MFU = 0.75  # of a device's peak: no published training exceeds it
 DETAILS_TITLE = "one step, mean of batches, each planner on its best mesh (simulated, not measured)"
 HEADS = ("", "step", "ratio", "memory", "settings")
 COLUMNS = (
     "planner", "step time", "over best other", "of ideal", "median", "slowest", "tokens/s", "MFU", "idle", "exposed",
     "memory", "stages", "ranks a ring", "heads split", "recomputes", "offloads", "tokens a rank",
 )  # fmt: skip
-_NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the answer's table; settings take the rest
+_NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the answer's table; settings have the rest
 _MOST = 80
 _KERNELS = {
     "cudnn": "cuDNN (blocks from 32K) and FlashAttention-2 (packs, shorter blocks)",
@@ -33,7 +33,7 @@ _AGAIN = {"none": (), "layer": ("recompute all",), "all_but_attention": ("recomp
 
 
 def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:
-    """Say what a step takes with Lengthwise and the best other, if they can be told apart; `unit`: of lengths."""
+    """Return a sentence on a step with Lengthwise and with the best other, if they differ. unit: unit of lengths."""
     scenario, batches, other = comparison.scenario, comparison.batches, comparison.best_other
     tokens, longest = round(sum(map(sum, batches)) / len(batches)), tokens_text(comparison.longest)
     where = f"{scenario.devices} x {scenario.hardware.name}, {tokens_text(tokens)} "
@@ -61,7 +61,7 @@ def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:
 
 
 def tokens_text(tokens: int) -> str:
-    """Write a number of tokens near a round binary one as that one: 1M, 64K; others in three digits."""
+    """Return a number of tokens near a round binary one as that one: 1M, 64K; others in three digits."""
     for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
         if tokens >= size:
             value = tokens / size
@@ -70,7 +70,7 @@ def tokens_text(tokens: int) -> str:
 
 
 def answer_rows(comparison: Comparison) -> list[tuple[str, ...]]:
-    """Write one row of `HEADS` for each way to train; one that does not fit has its name and the reason."""
+    """Return one row of `HEADS` for each way to train; one that does not fit has its name and the reason."""
     ours, rows = comparison.ours.found, list[tuple[str, ...]]()
     for row in comparison.rows:
         if (found := row.found) is None:
@@ -84,7 +84,7 @@ def answer_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 
 def answer_table(comparison: Comparison) -> str:
-    """Write the table, at most 80 columns wide."""
+    """Return the table, at most 80 columns wide."""
     lines = []
     for name, *cells in (HEADS, *answer_rows(comparison)):
         if len(cells) == 1:
@@ -98,7 +98,7 @@ def answer_table(comparison: Comparison) -> str:
 
 
 def _settings(found: Found) -> dict[str, Any]:
-    """Return how a way to train was run; what does not concern it is None."""
+    """Return the settings of a way to train; None for what does not concern it."""
     how, kind = found.mesh.lock_step, found.steps[0].recompute
     return {
         "recompute": kind,
@@ -117,7 +117,7 @@ def _offloads(found: Found) -> bool:
 
 
 def settings_text(found: Found) -> str:
-    """Say in a few words what a way to train was run with."""
+    """Return the settings of a way to train in a few words."""
     how, kind = found.mesh.lock_step, found.steps[0].recompute
     if how is None:
         first = found.mesh.layout
@@ -130,7 +130,7 @@ def settings_text(found: Found) -> str:
 
 
 def answer_notes(comparison: Comparison) -> list[str]:
-    """Say what the figures are, and what they leave open."""
+    """Return notes on what the figures are, and on what they leave open."""
     scenario, layouts = comparison.scenario, comparison.layouts
     kernel = "" if scenario.cost else _KERNELS.get(scenario.hardware.kernel, scenario.hardware.kernel)
     notes = [f"Simulated, not measured{f'; attention at the speed of {kernel}' * bool(kernel)}."]
@@ -159,7 +159,7 @@ def answer_notes(comparison: Comparison) -> list[str]:
 
 
 def result_rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
-    """Write one row a planner, in the order of `COLUMNS`."""
+    """Return one row per planner, in the order of `COLUMNS`."""
     return [
         (
             each.planner,
@@ -189,12 +189,12 @@ def _gain(other: Found, ours: Found) -> Gain:
 
 
 def mfu_text(ratio: float) -> str:
-    """Write a share of the peak, with a flag if no machine is known to reach it."""
+    """Return a share of the peak, with a flag if no machine is known to reach it."""
     return f"{percent(ratio)}{' (above what is known to be reached)' * (ratio > MOST_MFU)}"
 
 
 def _mesh_cells(found: Found) -> tuple[str, ...]:
-    """Format the stages of a rank, then the most that any plan uses of the rest."""
+    """Return the stages of a rank, then the largest values of the rest in any plan."""
     degree, heads, offload = (found.most(f"most_{name}") for name in ("degree", "heads", "offload"))
     kinds, mesh = Counter(step.recompute for step in found.steps), found.mesh
     many = {kind: f" ({counted(number, 'batch')})" * (len(kinds) > 1) for kind, number in kinds.items()}
@@ -219,13 +219,13 @@ def _mesh_text(found: Found) -> str:
 
 
 def simulation_table(found: Sequence[Best]) -> ColumnTable:
-    """Write the planners that have a mesh for a terminal, one column a planner."""
+    """Return a table for a terminal of the planners that have a mesh, one column each."""
     rows = result_rows([each.found for each in found if each.found is not None])
     return ColumnTable(rows=list(zip(COLUMNS, *rows, strict=True)), title=DETAILS_TITLE)
 
 
 def simulation_json(comparison: Comparison, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Write all figures, those of single batches too; ratios are of all ranks' time, times in seconds."""
+    """Return all figures, those of single batches too; ratios are of all ranks' time, times in seconds."""
     found, scenario = comparison.planners, comparison.scenario
     planned = [each.found for each in found if each.found is not None]
     rows = [(row, row.found) for row in comparison.rows]
@@ -281,9 +281,9 @@ def _figures(found: Found, best_other: Found) -> dict[str, Any]:
 
 
 def remarks(found: Sequence[Best], *, device_bytes: float, names: Mapping[str, str]) -> list[str]:
-    """Say which planners need more memory than a device has, and which have no mesh.
+    """Return which planners need more memory than a device has, and which have no mesh.
 
-    names: as of `LengthwiseError.render`.
+    names: as for `LengthwiseError.render`.
     """
     said = []
     full = [each.planner for each in found if each.found and each.found.most("memory_bytes") > device_bytes]
@@ -317,14 +317,10 @@ def closing_sentences(
     not_compared: Sequence[str] = (),
     unit: str = "tokens",
 ) -> str:
-    """Say what a step takes with our planner, and what it saves over the best other.
+    """Return sentences on a step with our planner, and on its gain over the best other.
 
-    Args:
-        found: by planner.
-        devices: how many of what.
-        one_mesh: whether all planners were given one mesh.
-        not_compared: planners of the usual comparison that were left out of this one.
-        unit: what lengths were counted in.
+    found: results by planner. devices: number and kind of devices. one_mesh: True if all planners had one mesh.
+    not_compared: planners of the usual comparison that this one left out. unit: unit of lengths.
     """
     best = our_planner(found)
     name, ours = best.planner, best.found

@@ -1,4 +1,4 @@
-"""Plans x costs -> a timeline: what a step would take on machines that nobody here has. Pure: no torch, no clock."""
+"""Simulates steps on machines that need not exist here: from a plan and costs to a timeline. No torch, no clock."""
 
 from lengthwise.simulator.branches import Branches
 from lengthwise.simulator.clocks import simulate_plan

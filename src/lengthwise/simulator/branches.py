@@ -1,4 +1,4 @@
-"""Sequences in groups that begin with one prompt, as completions of GRPO or pairs of DPO: plans may share it."""
+"""Groups of sequences that begin with one prompt, as completions of GRPO or pairs of DPO; plans may share it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Branches:
     prompt_tokens: int
 
     def shared(self, lengths: Sequence[int]) -> SharedPrefixes:
-        """Return what sequences of these lengths, prompts included, share, in the order of `shared_prefixes`."""
+        """Return the prefixes that sequences of these lengths, prompts included, share, as `shared_prefixes`."""
         order = sorted(range(len(lengths)), key=lambda number: (number // self.completions, -lengths[number], number))
         common = [self.prompt_tokens - 1 if place % self.completions else 0 for place in range(len(order))]
         return SharedPrefixes(order=tuple(order), common=tuple(common))

@@ -1,4 +1,4 @@
-"""A plan and its costs -> the timeline of one step.
+"""The timeline of one step, from a plan and its costs.
 
 Each rank has a clock that follows the plan's order, as in `planner.score`; pieces run by ring steps (`rounds`), stages
 by interleaved 1F1B (`program.stage_order`), and uplinks are shared (`contention`). Not simulated: variance of kernels,
@@ -26,11 +26,10 @@ from lengthwise.simulator.rounds import MicrobatchClocks, microbatch_clocks, rin
 
 
 def simulate_plan(plan: Plan, cost: Cost) -> Timeline:
-    """Simulate one step of a plan of any planner; `waves` run in lock-step. cost: says how many stages a rank has.
+    """Simulate one step of any planner's plan; `waves` run in lock-step. cost: costs, with a rank's number of stages.
 
-    Raises:
-        PlanError: the plan has another number of stages than `cost`, shares with split heads, unequal speeds, or
-            features that `cost` does not price.
+    PlanError: the plan has another number of stages than `cost`, shares with split heads, unequal speeds, or features
+    that `cost` does not price.
     """
     plan, cost = folded(plan, cost)
     if not features_of(plan) <= SIMULATOR:
@@ -122,7 +121,7 @@ def _rows(clocks: list[MicrobatchClocks]) -> dict[str, Any]:
 
 
 def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
-    """Add the ranks without work to a wave: they run its stages, too."""
+    """Add the ranks without work to a wave, because they run its stages, too."""
 
     def spread(values: Floats) -> Floats:
         every = np.zeros(ranks)
@@ -136,13 +135,12 @@ def _with_all_ranks(clocks: MicrobatchClocks, ranks: int) -> MicrobatchClocks:
 def _all_clocks(plan: Plan, cost_of: Callable[[int], Cost]) -> list[MicrobatchClocks]:
     """Run every microbatch from a common start, at its own costs.
 
-    Pieces of one shape that run alone are computed as one array; equal microbatches are computed once.
-
-    Pieces of a microbatch that share neither ranks nor uplinks run as if they were alone.
+    Pieces of a microbatch that share neither ranks nor uplinks run as if they were alone. Lone pieces of one shape are
+    computed as one array; equal microbatches are computed once.
     """
-    parts: list[tuple[int, Microbatch]] = []  # number of a microbatch, and pieces of it that run by themselves
+    parts: list[tuple[int, Microbatch]] = []  # (number of a microbatch, pieces of it that run by themselves)
     first: dict[object, int] = {}
-    same: list[int] = []  # of each part, the first that is equal to it
+    same: list[int] = []  # per part, the first that is equal to it
     stacked: dict[object, list[int]] = {}
     for index, microbatch in enumerate(plan.microbatches):
         cost, pieces = cost_of(index), microbatch.pieces
@@ -182,7 +180,7 @@ def _joined(parts: list[MicrobatchClocks]) -> MicrobatchClocks:
 
 
 def _alike(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> object:
-    """Return what the clocks of a microbatch depend on: lengths, and places of its ranks from its first node on."""
+    """Return the values on which a microbatch's clocks depend: lengths, and places of ranks from its first node on."""
     base = min(microbatch.ranks) // cost.ranks_per_node * cost.ranks_per_node
     pieces = tuple(
         (tuple(rank - base for rank in p.ranks), tuple(tokens[i] for i in p.sequences), p.heads, p.shares)

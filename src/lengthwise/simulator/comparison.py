@@ -1,11 +1,11 @@
-"""A comparison: what people use today, each at its own best settings, against Lengthwise.
+"""A comparison: today's usual methods, each at its own best settings, against Lengthwise.
 
-Without stages: FSDP2 with padding, with packing, and with one size of ring (`rivals`), packs in
-the order of a shuffled set or, with one's own sampler, sorted by work; and Lengthwise as it trains by default: with the
-layout that a run takes (hybrid as if all nodes ran in lock-step), microbatches as memory allows. All are planned,
-simulated and searched alike (`mesh_search`), with each sequence whole; then ours once more, if sequences share prompts.
-Beside them: degrees by Megatron-Core's rule, a power of two for each sequence, on our engine (`zero1`, as it has).
-A few seconds for 8 devices.
+Without stages: FSDP2 with padding, with packing, and with one size of ring (`rivals`), packs in the order of a shuffled
+set or, with one's own sampler, sorted by work; and Lengthwise as it trains by default: with the layout that a run takes
+(hybrid as if all nodes ran in lock-step), microbatches as memory allows. All are planned, simulated and searched alike
+(`mesh_search`), with each sequence whole; then ours once more, if sequences share prompts. Beside them: degrees by
+Megatron-Core's rule, a power of two for each sequence, on our engine (`zero1`, as it has). A comparison on 8 devices
+takes a few seconds.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Batches = Sequence[Sequence[int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """What was found for each way to train on the batches of a scenario; entry i of a batch: tokens of sequence i.
+    """Results of each way to train on the batches of a scenario; a batch is the lengths of its sequences in tokens.
 
     rivals: FSDP2 in each way that exists on these devices. powers: `POWERS`, or None on one device. layouts: Lengthwise
-    with each layout, in the order of `LAYOUTS`. auto: the layout that `shard: auto` takes, or None if none fits without
-    offload. shared: Lengthwise on the mesh of `apart`, with plans that may share prompts. If None, sequences have none
-    in common, or no such plan fits. planners: in detail.
+    with each layout, in the order of `LAYOUTS`. auto: layout that `shard: auto` takes, or None if none fits without
+    offload. shared: Lengthwise on the mesh of `apart` with plans that may share prompts, or None if sequences share
+    none or no such plan fits. planners: planners in detail.
     """
 
     scenario: Scenario
@@ -64,7 +64,7 @@ class Comparison:
 
     @property
     def rows(self) -> tuple[Best, ...]:
-        """The ways to train, ours last."""
+        """All ways to train, ours last."""
         return (*self.rivals, *([self.powers] if self.powers else []), self.ours)
 
     @property
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence, in tokens."""
         return max(map(max, self.batches))
 
 
@@ -92,7 +92,7 @@ def compare(batches: Batches, scenario: Scenario) -> Comparison:
 def auto_layout(batches: Batches, scenario: Scenario, layouts: Sequence[Best]) -> Shard | None:
     """Return the layout that a run of these batches takes by itself, or None if none fits without offload.
 
-    A run goes by what its first batch takes, which `layouts` know; of many ranks it plans a share, as is done here.
+    A run decides by its first batch, which `layouts` have simulated; of many ranks it plans a share, as this does.
     """
     found = [row.found for row in layouts if row.found is not None]
     took = {each.mesh.layout: each.step_seconds[0] for each in found if not each.most("most_offload")}
@@ -114,13 +114,13 @@ def compare_layouts(batches: Batches, scenario: Scenario) -> list[Best]:
     is_node = scenario.devices <= scenario.cost_of(RankMesh()).ranks_per_node
     rows: list[Best] = []
     for layout in LAYOUTS[:1] if scenario.devices == 1 else LAYOUTS[:2] if is_node else LAYOUTS:
-        like = rows[-1].found if layout == "hybrid" else None  # which gathers in the same waves as zero3
+        like = rows[-1].found if layout == "hybrid" else None  # hybrid gathers in the same waves as zero3
         rows.append(_ours(layout, batches, scenario, like=like and like.steps[0].recompute))
     return rows
 
 
 def _shared(apart: Best, batches: Batches, scenario: Scenario) -> Best | None:
-    """Run Lengthwise on the mesh of `apart` where prompts may be computed once."""
+    """Run Lengthwise on the mesh of `apart` with plans that may compute prompts once."""
     if scenario.branches is None or apart.found is None:
         return None
     setting = scenario.setting(apart.found.mesh)
@@ -147,9 +147,9 @@ def _powers(batches: Batches, scenario: Scenario) -> Best:
 
 
 def _ours(layout: Shard, batches: Batches, scenario: Scenario, *, like: str | None = None) -> Best:
-    """Run Lengthwise with a layout, offloading only if nothing holds the sequences without.
+    """Run Lengthwise with a layout, with offload only if nothing else holds the sequences.
 
-    like: the kind of recomputation that is taken if it holds them.
+    like: kind of recomputation to take if it holds them.
     """
     search = MeshSearch(planner="lengthwise", batches=batches, scenario=scenario)
     held = tuple(_held_by_work(batches, scenario, layout).items())
@@ -169,7 +169,7 @@ def _held_by_work(batches: Batches, scenario: Scenario, layout: Shard) -> dict[s
 
 
 def _unheld(batches: Batches, scenario: Scenario, layout: Shard, *, cuts: bool) -> PlanError:
-    """Say why no mesh of a layout holds these sequences; `cuts`: sequences are cut over all devices."""
+    """Return the error for sequences that no mesh of a layout holds. cuts: True if all devices share a sequence."""
     longest, capacities = max(map(max, batches)), scenario.held(layout)
     if not capacities:
         states = scenario.memory(RankMesh(layout=layout)).state_bytes() / 1e9

@@ -1,4 +1,4 @@
-"""Microbatches that run at one time and share the uplink of a node: how much slower their far links become.
+"""Microbatches that run at one time and share a node's uplink: the slowdown of their far links.
 
 Traffic is a fluid (docs/decisions/uplinks-as-a-fluid.md): while microbatches together need more than an uplink carries,
 their links slow down by that ratio. A microbatch gets its mean ratio at its worst node, and clocks are run again, three
@@ -23,7 +23,7 @@ TURNS = 3
 def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> dict[int, float]:
     """Count the bytes that rings and sweeps of a microbatch send out of each node, all layers and passes.
 
-    The same number comes in. A sweep sends its maps, from each rank to the one before it.
+    The same number comes in. In a sweep each rank sends its maps to the one before it.
     """
     total: dict[int, float] = defaultdict(float)
     passes = sum(each.ring for each in cost.passes(microbatch.recompute))
@@ -42,7 +42,7 @@ def node_bytes(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> dic
 
 
 class Uplinks:
-    """Traffic of a plan's microbatches on the uplinks; entry i of `slowdowns`: how much slower far links of i are."""
+    """Traffic of a plan's microbatches on the uplinks; entry i of `slowdowns` is the factor of i's far links."""
 
     def __init__(self, plan: Plan, alone_seconds: Sequence[float], cost: Cost) -> None:
         self._cost = cost
@@ -63,14 +63,14 @@ class Uplinks:
         return bool(np.any(self.slowdowns > before))
 
     def slowed(self, index: int) -> Cost:
-        """Return the costs of a microbatch, with its far links and its share of the uplinks slowed down."""
+        """Return the costs of a microbatch with slowed far links and share of the uplinks."""
         far, slowdown = self._cost.far, float(self.slowdowns[index])
         link = replace(far, bytes_per_second=far.bytes_per_second / slowdown)
         return replace(self._cost, far=link, uplink_bytes_per_second=self._cost.uplink_bytes_per_second / slowdown)
 
 
 def _mean_ratios(starts: Floats, ends: Floats, shares: Floats) -> Floats:
-    """Return the load of all spans together over what an uplink carries, its mean over each span, at least 1."""
+    """Return per span the mean of (load of all spans / capacity of the uplink) over it, at least 1."""
     borders = np.unique(np.concatenate((starts, ends)))
     change = np.zeros(len(borders))
     first, last = np.searchsorted(borders, starts), np.searchsorted(borders, ends)

@@ -1,6 +1,6 @@
-"""A planner on a mesh: its plan of every batch, simulated; step times, how near the ideal they come, and memory.
+"""A planner on a mesh: its plan of every batch, simulated: step times, their ratio to the ideal, and memory.
 
-The ideal of a batch is its arithmetic in the largest blocks, spread evenly over all devices, with nothing to wait for.
+The ideal time of a batch is its arithmetic in the largest blocks, spread evenly over all devices, without waits.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class TooLarge(PlanError):  # noqa: N818 - the name says what happened
 class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
-    bound_seconds: of the plan, without the step's end. ideal_seconds: of
-    the batch on these devices. num_tokens, flops: of whole sequences, without padding. computed_tokens: those of the
-    plan, padding and prefixes as often as they are computed. saved_ratio: of the plan (`planner.prefixes.saved_ratio`).
-    recompute: the plan's kind. most_degree, most_heads, most_offload: of any piece or microbatch.
-    shares_prompts: whether the plan computes a prompt once for several sequences.
+    bound_seconds: bound of the plan, without the step's end. ideal_seconds: ideal time of the batch on these devices.
+    num_tokens, flops: tokens and FLOPs of whole sequences, without padding. computed_tokens: tokens of the plan,
+    padding and repeated prefixes included. saved_ratio: as `planner.prefixes.saved_ratio`. recompute: the plan's kind.
+    most_degree, most_heads, most_offload: largest value of any piece or microbatch. shares_prompts: True if the plan
+    computes a prompt once for several sequences.
     """
 
     step_seconds: float
@@ -57,7 +57,7 @@ class SimulatedStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A planner on a mesh, whose `setting` it is: step i of batch i, plan and timeline of the first batch."""
+    """A planner on a mesh, simulated on every batch. first_plan, first: plan and timeline of the first batch."""
 
     planner: str
     setting: Setting
@@ -67,17 +67,17 @@ class Found:
 
     @property
     def mesh(self) -> RankMesh:
-        """The mesh that the planner was given."""
+        """The mesh of the planner."""
         return self.setting.mesh
 
     @property
     def held_tokens(self) -> dict[str, int]:
-        """The tokens that a rank holds with each kind of recomputation that its plans take."""
+        """Tokens that a rank holds, by the kinds of recomputation in its plans."""
         return {step.recompute: self.setting.capacities[step.recompute] for step in self.steps}
 
     @property
     def step_seconds(self) -> list[float]:
-        """Step times, one a batch."""
+        """Step time of each batch."""
         return [step.step_seconds for step in self.steps]
 
     @property
@@ -91,18 +91,18 @@ class Found:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens a second of all ranks together."""
+        """Tokens per second of all ranks together."""
         return self.mean("num_tokens") / self.mean_seconds
 
     @property
     def flops_ratio(self) -> float:
-        """Model FLOPs, recomputation left out, over the peak of all devices: MFU."""
+        """MFU: model FLOPs, without recomputation, over the peak of all devices."""
         memory, peak = self.setting.memory, self.setting.hardware.peak_flops_per_second
         return self.mean("flops") / self.mean_seconds / (memory.ranks * memory.devices * peak)
 
     @property
     def ideal_ratio(self) -> float:
-        """Ideal seconds of the batches over those of the steps: 1 where nothing is lost."""
+        """Ideal seconds of the batches over those of the steps; 1 means that nothing is lost."""
         return self.mean("ideal_seconds") / self.mean_seconds
 
     def mean(self, name: str) -> float:
@@ -124,12 +124,9 @@ def run_batches(
 ) -> Found:
     """Plan and simulate every batch, the lengths of a step.
 
-    plan_each: as for `plan_recomputed`. shared: returns the prefixes of a batch that its plan may compute once. If
-    given, batches are planned as a run plans them, and `plan_each` is not called.
-
-    Raises:
-        LengthwiseError: of `plan_step`; sequences longer than the context or than the cluster holds are named.
-        TooLarge: no plan of a batch fits the memory of a device.
+    plan_each: as for `plan_recomputed`. shared: function that returns the prefixes of a batch that its plan may compute
+    once; with it, batches are planned as a run plans them, without `plan_each`. TooLarge: no plan of a batch fits the
+    memory of a device. Other errors are those of `plan_step`.
     """
     options, is_static = replace(setting.options, planner=planner), planner == "static"
     runs = [
@@ -149,9 +146,9 @@ def run_batches(
 def _plan_and_simulate(
     tokens: Sequence[int], setting: Setting, options: PlanOptions, plan_each: PlanStep, shared: SharedPrefixes | None
 ) -> tuple[Plan, Timeline]:
-    """Plan and simulate one batch; where the plan must fit and does not, the better of two that might.
+    """Plan and simulate one batch; if the plan must fit and does not, return the better of two that might.
 
-    Capacities do not know that what a layer computes again cannot be offloaded; those two do one of both alone.
+    Capacities do not know that recomputed activations cannot be offloaded; one of the two recomputes, one offloads.
     """
 
     def simulated(kinds: Mapping[str, int], with_options: PlanOptions) -> tuple[Plan, Timeline]:
@@ -186,7 +183,7 @@ def _plan_and_simulate(
 
 
 def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
-    """Return the arithmetic of a batch, in the largest blocks, spread evenly; with one device a rank, of the costs."""
+    """Return the arithmetic of a batch in seconds, in the largest blocks, spread evenly over all devices."""
     memory = setting.memory
     cost = analytic_cost(memory.shape, setting.hardware)
     if memory.devices == 1:

@@ -1,4 +1,4 @@
-"""How much sooner one planner ends than another, and what of that a simulation can tell."""
+"""The gain of one planner over another, and its uncertainty in a simulation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MODEL_ERROR = 0.05  # between planners under the same costs: docs/benchmarks.md
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gain:
-    """How much sooner one planner ends than another: `ratio` of mean step seconds over the same batches.
+    """The gain of one planner over another. ratio: ratio of mean step seconds over the same batches.
 
-    Between `low` and `high` the simulation cannot tell: the model's error, a share of the ratio, and two standard
-    errors over the batches.
+    low, high: interval in which the simulation cannot tell them apart: the model's error, a share of the ratio, and two
+    standard errors over the batches.
     """
 
     ratio: float
@@ -35,7 +35,7 @@ class Gain:
 def gain_over(
     other_seconds: Sequence[float], our_seconds: Sequence[float], *, model_error: float = MODEL_ERROR
 ) -> Gain:
-    """Compare step seconds of the same batches, batch i in entry i of both; `model_error`: share of the ratio."""
+    """Compare step seconds of the same batches, batch i in entry i of both. model_error: share of the ratio."""
     other, ours = np.array(other_seconds, dtype=np.float64), np.array(our_seconds, dtype=np.float64)
     assert len(other) == len(ours) > 0, f"{len(other)} and {len(ours)} batches"
     ratio = float(other.sum() / ours.sum())

@@ -1,4 +1,4 @@
-"""How long steps take with each layout of parameters: what `shard: auto` goes by, beside memory.
+"""Step times with each layout of parameters, by which `shard: auto` chooses, beside memory.
 
 A batch is planned and simulated as in training, once for each layout that fits, which takes a second or less. If there
 are more than `MOST_RANKS` ranks, that many are planned, with their share of the batch and the costs of all: planning
@@ -25,7 +25,7 @@ _RANK_TOKENS, _LONGEST, _SEED = 16_384, 32_768, 0
 
 
 def usual_lengths(ranks: int, capacity_tokens: int | None = None) -> list[int]:
-    """Return lengths for data that are not known: those of github up to 32K, 16K tokens a rank.
+    """Return lengths for unknown data: those of github up to 32K, 16K tokens a rank.
 
     No sequence is longer than the ranks hold together, at 2,048 tokens each if `capacity_tokens` is not given.
     """
@@ -45,8 +45,9 @@ def layout_seconds(
 ) -> LayoutSeconds:
     """Return a function that plans and simulates a step of these lengths with a layout, and returns its seconds.
 
-    cost: of whole parameters on every rank. device_bytes: of one rank. kinds: of recomputation to choose from.
-    capacity_tokens: of a rank. If None, what the layout leaves. offload: off, auto, or the ratio of a run file.
+    cost: costs with whole parameters on every rank. device_bytes: memory of one rank. kinds: kinds of recomputation to
+    choose from. capacity_tokens: tokens of a rank (default: what the layout leaves). offload: off, auto, or the ratio
+    of a run file.
     """
     longest_first = sorted(lengths, reverse=True)
 
@@ -60,7 +61,7 @@ def layout_seconds(
         try:
             own = lengths if share == 1 else longest_first[::share]
             return simulate_plan(planning.plan(own), planning.cost).step_seconds if planning.capacities else inf
-        except LengthwiseError:  # what training will refuse, too
+        except LengthwiseError:  # training will refuse it, too
             return inf
 
     return seconds

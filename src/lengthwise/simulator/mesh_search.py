@@ -1,8 +1,8 @@
-"""The best mesh of each planner, searched alike for all: what a competent user would have found by trying.
+"""The best mesh of each planner, searched alike for all: what a competent user would find by trying.
 
 A search tries meshes on the batch of most work. Those within 3 % of the best, two at most, run all batches; hopeless
-meshes and kinds of recomputation are skipped. Of a named planner it tries capacities halved until two in a row end no
-sooner. Of FSDP2 in lock-step and of layouts of parameters it tries the meshes that it is given.
+meshes and kinds of recomputation are skipped. For a named planner it halves capacities until two in a row end no
+sooner. For FSDP2 in lock-step and for layouts of parameters it tries the given meshes.
 """
 
 from __future__ import annotations
@@ -20,18 +20,19 @@ from lengthwise.planner import PlanOptions, arithmetic_seconds, plan_step
 from lengthwise.simulator.found import Found, TooLarge, ideal_seconds, run_batches
 from lengthwise.simulator.meshes import RankMesh, Scenario, Setting
 
-_NEAR = 1.03  # of the best on one batch: run on all
-_MOST_NEAR = 2  # of them
-_FAR = 1.25  # times the best of the kinds of recomputation on that batch: not planned on the others
-_PATIENCE = 2  # halvings in a row that may end no sooner
+_NEAR = 1.03  # times the best on one batch: run on all
+_MOST_NEAR = 2  # meshes that run all batches
+_FAR = 1.25  # times the best kind of recomputation on that batch: not planned on the others
+_PATIENCE = 2  # consecutive halvings that may end no sooner
 _LEAST_SHARE = 1 / 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Best:
-    """The best that a planner can do; tried: plans made for it.
+    """The best result of a planner.
 
-    found: None where no mesh holds these sequences; refusal: why the last one did not.
+    found: None if no mesh holds these sequences. tried: number of plans made. refusal: reason why the last mesh did
+    not.
     """
 
     planner: str
@@ -47,7 +48,7 @@ def best_mesh(
     *,
     progress: Callable[[str, RankMesh, int], None] = lambda *_: None,
 ) -> Best:
-    """Search the best mesh of one planner; before each plan, call `progress` with how many were tried before."""
+    """Search the best mesh of one planner. progress: function that is called before each plan with earlier tries."""
     search = MeshSearch(planner=planner, batches=batches, scenario=scenario, progress=progress)
     return Best(planner=planner, found=search.best(), tried=search.tried, refusal=search.refusal)
 
@@ -71,7 +72,7 @@ class MeshSearch:
     first: dict[RankMesh, Found] = field(default_factory=dict)  # on the batch of most work
     finished: dict[RankMesh, Found] = field(default_factory=dict)
     left_out: set[RankMesh] = field(default_factory=set)  # refused, or their arithmetic takes longer than another step
-    too_large: set[RankMesh] = field(default_factory=set)  # of these: with less room, ranks are given less
+    too_large: set[RankMesh] = field(default_factory=set)  # among `left_out`: smaller capacities may fit
     plans: dict[RankMesh, dict[tuple[tuple[int, ...], Cluster, PlanOptions], Plan]] = field(default_factory=dict)
     refusal: LengthwiseError | None = None
     tried: int = 0
@@ -113,7 +114,7 @@ class MeshSearch:
                 waited = 0 if self._seconds(mesh) < least else waited + 1
                 least = min(least, self._seconds(mesh))
             elif mesh not in self.too_large:
-                return  # arithmetic takes too long, or a rank holds too little: with less room it does, too
+                return  # less room would not help: arithmetic takes too long, or a rank holds too little
             mesh = replace(mesh, capacity_share=mesh.capacity_share / 2)
 
     def _try(self, mesh: RankMesh) -> None:
@@ -130,8 +131,8 @@ class MeshSearch:
                 return
             self.progress(self.planner, mesh, self.tried)
             self.tried += 1
-            if longest > max(heaviest) and not mesh.lock_step:  # which `lock_steps` lists only if it holds the longest
-                self._run([[longest]], setting)  # refused where it is not held
+            if longest > max(heaviest) and not mesh.lock_step:  # lock-steps are listed only if they hold it
+                self._run([[longest]], setting)  # raises if the longest is not held
             self.first[mesh] = self._run([heaviest], worth)
         except (ConfigError, PlanError) as error:
             self.left_out.add(mesh)
@@ -140,7 +141,7 @@ class MeshSearch:
                 self.refusal = error
 
     def _finish(self, mesh: RankMesh) -> Found | None:
-        """Run all batches on a mesh. Return None, and leave the mesh out, if one does not fit."""
+        """Run all batches on a mesh; leave the mesh out and return None if one does not fit."""
         if len(self.batches) == 1:
             return self.first[mesh]
         if mesh in self.finished:
@@ -163,12 +164,12 @@ class MeshSearch:
         return run_batches(self.planner, batches, setting, plan_each=partial(self._plan, setting.mesh))
 
     def _plan(self, mesh: RankMesh, tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions) -> Plan:
-        """Plan a step on a mesh as `plan_step` does; the batch of most work once."""
+        """Plan a step on a mesh as `plan_step` does, the batch of most work only once."""
         plans, key = self.plans.setdefault(mesh, {}), (tuple(tokens), cluster, options)
         if key in plans:
             return plans[key]
         plan = (mesh.lock_step or plan_step)(tokens, cluster, cost, options)
-        if mesh not in self.first and not mesh.lock_step:  # the batch of most work, which comes again with all
+        if mesh not in self.first and not mesh.lock_step:  # the batch of most work, which returns among all batches
             plans[key] = plan
         elif mesh not in self.first and (seconds := float(plan.notes["predicted_seconds"])) >= self._least:
             expected, remedy = f"a step under {self._least:.3g} s", "Use the settings that take less."

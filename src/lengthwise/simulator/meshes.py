@@ -1,6 +1,6 @@
-"""The meshes that a planner may be given, and what ranks of one hold and take.
+"""The meshes that a planner may use, and the memory and costs of their ranks.
 
-A mesh: devices of a rank (its pipeline stages), how parameters lie over ranks, and the tokens of a rank. Planners
+A mesh: devices of a rank (its pipeline stages), the layout of parameters over ranks, and the tokens of a rank. Planners
 choose the rest within it.
 """
 
@@ -33,9 +33,9 @@ from lengthwise.simulator.rivals import LockStep
 class RankMesh:
     """Devices of a rank, one for each stage of its `cut`, and what planners may do beside cutting sequences.
 
-    capacity_share: of the tokens that fit by estimate. held: tokens of a rank by kind of recomputation, in place of
-    what fits. heads, offload: as in `PlanOptions`. layout: of the parameters over the ranks. lock_step: an FSDP2
-    planner, in place of a named one.
+    capacity_share: share of the tokens that fit by estimate (default 1). held: tokens of a rank by kind of
+    recomputation, in place of what fits. heads, offload: as in `PlanOptions`. layout: layout of the parameters over the
+    ranks. lock_step: an FSDP2 planner, in place of a named one.
     """
 
     cut: LayerCut = UNCUT
@@ -54,11 +54,11 @@ class RankMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What ranks of a mesh hold and take, and how planners plan for them.
+    """The memory and costs of a mesh's ranks, and the options of planners.
 
-    capacities: tokens of a rank by the kinds of recomputation that a step may choose. context_tokens: sizes the mesh of
-    planners with a fixed one. must_fit: refuse plans that need more memory than a
-    device has. options: the planner's name and context are set for each step.
+    capacities: tokens of a rank by the kinds of recomputation that a step may choose. context_tokens: length that sizes
+    the mesh of planners with a fixed one. must_fit: True refuses plans that need more memory than a device has.
+    options: options of all planners; name and context are set for each step.
     """
 
     mesh: RankMesh = RankMesh()
@@ -73,14 +73,15 @@ class Setting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """A model on a number of devices, and the meshes that planners may be given there.
+    """A model on a number of devices, and the meshes that planners may use there.
 
-    kinds: of recomputation, chosen for each step. capacity_tokens: of a rank (default: what fits); takes_capacity:
-    whatever the estimate says. base: the mesh with all tokens that fit, whose stages and choices all meshes have. only:
-    the one mesh of all planners. If None, search the best of each. cost: of ranks of one device, measured (default: by
-    hardware). mode: of `PlanOptions` (default: by stages and layout). context_tokens: of `Setting`. adapters:
-    parameters that train in place of the model's own (LoRA). If None, all train. offloads: whether master weights and
-    the optimizer's states are on the host. branches: prompts that sequences have in common. If None, they have none.
+    kinds: kinds of recomputation to choose from for each step. capacity_tokens: tokens of a rank (default: what fits).
+    takes_capacity: True takes `capacity_tokens` even if the estimate says that fewer fit. base: mesh with all tokens
+    that fit, whose stages and choices all meshes have. only: the one mesh of all planners, None to search the best of
+    each. cost: measured costs of ranks of one device (default: by hardware). mode: as in `PlanOptions` (default: by
+    stages and layout). context_tokens: as in `Setting`. adapters: number of adapter parameters that train (LoRA), None
+    if the whole model trains. offloads: True if master weights and the optimizer's states are on the host. branches:
+    prompts that sequences share, or None.
     """
 
     shape: ModelShape
@@ -99,11 +100,10 @@ class Scenario:
     branches: Branches | None = None
 
     def setting(self, mesh: RankMesh) -> Setting:
-        """Return what ranks of a mesh hold and take.
+        """Return the memory and costs of a mesh's ranks.
 
-        Raises:
-            ConfigError: weights and optimizer leave no room, or less than the given capacity, or it has more
-                stages than the model has layers.
+        ConfigError: weights and optimizer leave no room, or less than the given capacity, or it has more stages than
+        the model has layers.
         """
         memory, given = self.memory(mesh), self.capacity_tokens
         takes_any = given is not None and self.takes_capacity
@@ -135,9 +135,9 @@ class Scenario:
         return laid_cost(cost, self.memory(mesh), head_apart=mesh.lock_step is None)
 
     def held(self, layout: Shard) -> dict[str, int]:
-        """Return the tokens that a rank of one device holds, by kinds of recomputation that leave room; {}: none does.
+        """Return the tokens that a rank of one device holds, by kind of recomputation; {} if none leaves room.
 
-        A given capacity is taken with the kinds that leave so much, or, if none does, with all.
+        A given capacity has the kinds that leave so much, or, if none does, all.
         """
         try:
             return dict(replace(self, takes_capacity=False).setting(RankMesh(layout=layout)).capacities)
@@ -160,7 +160,7 @@ class Scenario:
         return capacities
 
     def memory(self, mesh: RankMesh) -> StepMemory:
-        """Return what a device holds on a mesh."""
+        """Return the memory of a device on a mesh."""
         node = self.hardware.ranks_per_node if self.cost is None else max(1, self.cost.ranks_per_node)
         whole = step_memory(self.shape, self.hardware, self.devices // mesh.cut.stages, cut=mesh.cut)
         return replace(whole, shard=mesh.layout, ranks_per_node=node, trained=self.adapters, offloads=self.offloads)

@@ -18,19 +18,17 @@ from lengthwise.core.plan import Piece
 from lengthwise.cost import Cost
 from lengthwise.cost.links import Floats, Numbers, count_far_rounds
 
-_EXACT = 2**62  # products below fit NumPy's whole numbers
+_EXACT = 2**62  # products up to here fit int64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceLayer:
     """One piece in one layer; entries are ring positions of `heads` ranks, after an axis of stacked pieces, if any.
 
-    blocks: attention in seconds of one rank, forward and backward together, at [ring_step, position].
-    tokens: of the shard of each position, whose ranks hold it or split its heads.
-    held: tokens of one rank, for its linear work.
-    near: whether the next position is in the same node.
-    exchange, states: seconds of one rank's all-to-all, and of its sweeps of states, forward and backward together.
-    cut: seconds of one rank's scans beyond those of whole sequences.
+    blocks: attention in seconds of one rank, forward and backward together, at [ring_step, position]. tokens: tokens of
+    each position's shard, whose ranks hold it or split its heads. held: tokens of one rank, for its linear work. near:
+    True if the next position is in the same node. exchange, states: seconds of one rank's all-to-all, and of its sweeps
+    of states, forward and backward together. cut: seconds of one rank's scans beyond those of whole sequences.
     """
 
     blocks: Floats
@@ -43,12 +41,12 @@ class PieceLayer:
 
     @property
     def positions(self) -> int:
-        """The number of positions of the ring."""
+        """Number of positions of the ring."""
         return self.tokens.shape[-1]
 
 
 def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
-    """Lay out one layer of a piece; PlanError: unequal shares together with split heads."""
+    """Return one layer of a piece; PlanError for unequal shares together with split heads."""
     positions = piece.degree // piece.heads
     if piece.shares is not None and piece.heads > 1:
         where, remedy = f"piece on ranks {piece.ranks[:4]}...", "Plan without one of them."
@@ -59,7 +57,7 @@ def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
 
 
 def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: Cost) -> PieceLayer:
-    """Lay out one layer of pieces of equally many ranks and heads at once; entry i of `lengths` is of piece i."""
+    """Return one layer of pieces with equally many ranks and heads; entry i of `lengths` belongs to piece i."""
     heads, ranks = pieces[0].heads, np.array([piece.ranks for piece in pieces])
     positions = pieces[0].degree // heads
     has_several = positions > 1 and any(len(each) > 1 for each in lengths)
@@ -85,7 +83,7 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
 def _layer(
     blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost, sequences: Numbers
 ) -> PieceLayer:
-    """Collect what positions compute, hold and send; blocks: seconds of all layers and of all ranks of a position."""
+    """Return the layer. blocks: seconds of all layers and of all ranks of a position."""
     nodes = ranks.reshape(*shards.shape, heads) // cost.ranks_per_node
     own = np.all(nodes == nodes[..., :1], axis=-1)
     outside = min(cost.far.bytes_per_second, cost.uplink_bytes_per_second / cost.ranks_per_node)
@@ -113,7 +111,7 @@ def _chunks(lengths: Sequence[int], positions: int, shares: tuple[float, ...] | 
 
 
 def _parts(chunks: Floats) -> tuple[Floats, Floats, Floats]:
-    """Split chunks into the low and the high one of each position, and sum both."""
+    """Return the low and the high chunk of each position, and their sum."""
     positions = chunks.shape[1] // 2
     low, high = chunks[:, :positions], np.ascontiguousarray(chunks[:, : positions - 1 : -1])
     return low, high, low + high
@@ -123,7 +121,7 @@ def _blocks(lengths: Floats, chunks: Floats, cost: Cost) -> Floats:
     """Return seconds at [ring_step, position] of all layers."""
     low, high, shards = _parts(chunks)
     positions = low.shape[1]
-    seconds = cost.attention_seconds(lengths, positions) / (lengths * lengths)  # a squared token at this block size
+    seconds = cost.attention_seconds(lengths, positions) / (lengths * lengths)  # per squared token at this block size
     own = seconds @ (shards * shards)
     if positions == 1:
         return own[None, :]
@@ -134,7 +132,7 @@ def _blocks(lengths: Floats, chunks: Floats, cost: Cost) -> Floats:
 
 
 def _by_ring_step(below: Floats, above: Floats, own: Floats) -> Floats:
-    """Reorder seconds from [..., j, i], j's queries of i's keys, to [ring_step, ..., j]; `own`: of ring step 0.
+    """Reorder seconds from [..., j, i], j's queries of i's keys, to [ring_step, ..., j]. own: seconds of ring step 0.
 
     At ring step t position j holds the keys of position j - t: rows written twice make it a diagonal.
     """

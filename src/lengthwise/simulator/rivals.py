@@ -1,4 +1,4 @@
-"""What most people train with today: FSDP2 in lock-step, with padding, packing, or rings of one size, as planners.
+"""Today's usual training, as planners: FSDP2 in lock-step, with padding, packing, or rings of one size.
 
 A `LockStep` is called as `plan_step` is, and its plans in waves are priced and simulated as all others are. A user
 chooses its settings once for a run; the search of meshes tries those that `lock_steps` lists.
@@ -24,7 +24,7 @@ PADDED, PACKED, ONE_RING = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring si
 BY_WORK = "FSDP2, own sampler"  # packs, or rings of packs, of like work side by side
 RIVALS = (PADDED, PACKED, ONE_RING, BY_WORK)
 _SEED = 0  # of a trainer's shuffled order of packs
-_MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # than the fewest that hold a batch
+_MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # beyond the fewest that hold a batch
 _FILLED = 0.98  # share of a pack that whole sequences fill
 
 
@@ -32,9 +32,9 @@ _FILLED = 0.98  # share of a pack that whole sequences fill
 class LockStep:
     """A planner of microbatches that all ranks run side by side.
 
-    size: sequences of a microbatch, each padded to the longest of them, in data order or `by_length`; None: packs up to
-    the capacity. degree: ranks that share a microbatch; ranks that it leaves over have nothing to do. by_work: packs of
-    most attention run first, so that like ones run side by side; else in shuffled order.
+    size: sequences of a microbatch, each padded to the longest of them, in data order or `by_length`; None for packs up
+    to the capacity. degree: ranks that share a microbatch (default 1); left-over ranks are idle. by_work: True runs
+    packs of most attention first, so that like ones run side by side; else their order is shuffled.
     """
 
     size: int | None = None
@@ -77,7 +77,7 @@ class LockStep:
 
 
 def padded(tokens: Sequence[int], size: int, *, by_length: bool) -> list[list[int]]:
-    """Make microbatches of `size` sequences, each padded to its longest; by_length: sort sequences by length first."""
+    """Return microbatches of `size` sequences, each padded to its longest. by_length: True sorts sequences first."""
     ordered = sorted(tokens, reverse=True) if by_length else list(tokens)
     parts = [ordered[first : first + size] for first in range(0, len(ordered), size)]
     return [[max(part)] * len(part) for part in parts]
@@ -101,7 +101,7 @@ def packed(tokens: Sequence[int], capacity_tokens: int) -> list[list[int]]:
 def lock_steps(
     name: str, batches: Sequence[Sequence[int]], ranks: int, capacities: Mapping[str, int]
 ) -> Iterator[tuple[str, int, LockStep]]:
-    """List the settings of one of `RIVALS` that hold the longest sequence: recomputation, tokens of a rank, planner.
+    """Yield the settings of one of `RIVALS` that hold the longest sequence: (recomputation, tokens of a rank, planner).
 
     Packs are so large that every rank has one in each microbatch. capacities: tokens of a rank, by recomputation.
     """

@@ -1,7 +1,7 @@
 """Clocks of the ranks of a microbatch through its passes: blocks, grouped transfers, copies.
 
 As in `attention.planned`, a rank posts a ring step's grouped call, computes its blocks and waits. A transfer starts
-when both sides have posted it; pieces share their rank's link, ranks their node's uplink. Two layers are run, the
+when both sides have posted it; pieces share their rank's link, ranks their node's uplink. Two layers are simulated; the
 others take as long as the second.
 """
 
@@ -19,15 +19,16 @@ from lengthwise.cost import Choice, Cost, PassShares
 from lengthwise.cost.links import Floats
 from lengthwise.simulator.piece_layers import PieceLayer, piece_layer, stack_layers
 
-_AT_ONCE = 2**21  # blocks of rings that are run side by side, 8 bytes each
-_NO_NODES = np.zeros((1, 1), dtype=np.int64)  # for rings that share no uplinks, which do not read it
+_AT_ONCE = 2**21  # blocks of rings simulated side by side, 8 bytes each
+_NO_NODES = np.zeros((1, 1), dtype=np.int64)  # for rings that share no uplinks and so read no nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicrobatchClocks:
-    """Seconds of each rank of a microbatch, in the order of `ranks`, counted from its common start.
+    """Seconds of each rank of a microbatch, in the order of `ranks`, from its common start.
 
-    forward, total: when the forward pass and all is done. compute: arithmetic and overhead. copied: waits for copies.
+    forward, total: end of the forward pass, and of the microbatch. compute: arithmetic and overhead. copied: waits for
+    copies.
     """
 
     ranks: tuple[int, ...]
@@ -40,9 +41,10 @@ class MicrobatchClocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Placed:
-    """One layer of a piece; `places` picks its ranks from an array of clocks, at [..., position, member of a group].
+    """One layer of a piece on its ranks.
 
-    nodes: of the same ranks, [position, member]; needed only where uplinks are shared.
+    places: index of its ranks in an array of clocks, at [..., position, member of a group]. nodes: nodes of the same
+    ranks, [position, member]; only read if uplinks are shared.
     """
 
     layer: PieceLayer
@@ -51,7 +53,7 @@ class _Placed:
 
 
 def microbatch_clocks(microbatch: Microbatch, tokens: Sequence[int], cost: Cost) -> MicrobatchClocks:
-    """Run one microbatch whose ranks start together; `tokens` are the lengths of all sequences of the step."""
+    """Run one microbatch whose ranks start together. tokens: lengths of all sequences of the step."""
     ranks = microbatch.ranks
     place = {rank: number for number, rank in enumerate(ranks)}
     first = min(ranks) // cost.ranks_per_node
@@ -75,7 +77,7 @@ def ring_clocks(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost:
 
 
 def _run_rings(microbatches: Sequence[Microbatch], tokens: Sequence[int], cost: Cost) -> list[MicrobatchClocks]:
-    """Run rings as rows of one array, entry j of position j; members of a group run alike."""
+    """Run rings as rows of one array, entry j for position j; members of a group run alike."""
     pieces = [microbatch.pieces[0] for microbatch in microbatches]
     layer = stack_layers(pieces, [[tokens[i] for i in piece.sequences] for piece in pieces], cost)
     ran = _run([_Placed(layer=layer, places=(..., None), nodes=_NO_NODES)], layer.tokens.shape, microbatches[0], cost)
@@ -127,7 +129,7 @@ def _run_pass(
     if not each.ring or not rings:
         return clock + worked + cost.layers * exchange, worked
     lone = [(piece, each.attention * piece.layer.blocks[0]) for piece in pieces if piece.layer.positions == 1]
-    first = _run_layer(rings, lone, clock + own + exchange, cost)  # late ranks hold up the others
+    first = _run_layer(rings, lone, clock + own + exchange, cost)  # late ranks delay the others
     if cost.layers == 1:
         return first, worked
     second = _run_layer(rings, lone, first + own + exchange, cost)
@@ -173,7 +175,7 @@ def _shared_seconds(rings: Sequence[_Ring], sends: Sequence[Floats], step: int, 
 
 
 class _Ring:
-    """A ring in one layer of one pass: what each rank computes and sends at each ring step, at [..., position, 1]."""
+    """A ring in one layer of one pass: work and messages of each rank at each ring step, at [..., position, 1]."""
 
     def __init__(self, piece: _Placed, each: PassShares, cost: Cost) -> None:
         layer, self.places, self.nodes = piece.layer, piece.places, piece.nodes
@@ -213,10 +215,10 @@ class _Ring:
 
 
 def _next(values: NDArray[Any]) -> NDArray[Any]:
-    """Return, for each position, the value of the one behind it in the ring; positions are the last axis but one."""
+    """Return for each position the value of the next in the ring; positions are the last axis but one."""
     return np.concatenate((values[..., 1:, :], values[..., :1, :]), axis=-2)
 
 
 def _before(values: Floats) -> Floats:
-    """Return, for each position, the value of the one before it in the ring."""
+    """Return for each position the value of the previous in the ring."""
     return np.concatenate((values[..., -1:, :], values[..., :-1, :]), axis=-2)

@@ -1,7 +1,7 @@
-"""A timeline to look at: the stretches of a rank, and a Chrome trace that chrome://tracing and ui.perfetto.dev open.
+"""A timeline to look at: stretches of a rank, and a Chrome trace for chrome://tracing and ui.perfetto.dev.
 
-In a trace nodes are processes, stages of ranks threads, passes slices; gaps are waits. Of thousands of ranks some are
-shown: the first, the last to end, the one of least work, and some evenly over all ranks.
+In a trace nodes are processes, stages of ranks threads, passes slices; gaps are waits. Of thousands of ranks it shows
+some: the first, the last to end, the one of least work, and some evenly over all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMED = 8  # sequences whose lengths a slice names
 
 
 class Stretch(NamedTuple):
-    """A stretch of a rank's time in seconds; `kind`: ring if it shares a sequence of the microbatch, else local."""
+    """A stretch of a rank's time in seconds. kind: ring if it shares a sequence of the microbatch, else local."""
 
     start: float
     end: float
@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(plan: Plan, timeline: Timeline, rank: int) -> list[Stretch]:
-    """Return what a rank runs, a microbatch each, in the order of the timeline."""
+    """Return the stretches of a rank, one per microbatch, in the order of the timeline."""
     found = []
     for row in np.flatnonzero(timeline.rank == rank).tolist():
         pieces = plan.microbatches[int(timeline.microbatch[row])].pieces
@@ -38,7 +38,7 @@ def stretches(plan: Plan, timeline: Timeline, rank: int) -> list[Stretch]:
 
 
 def chosen_ranks(timeline: Timeline, most: int) -> list[int]:
-    """Choose at most `most` ranks to look at, ascending; all where they are no more."""
+    """Return at most `most` ranks to look at, ascending."""
     if timeline.ranks <= most:
         return list(range(timeline.ranks))
     busy = np.bincount(timeline.rank, weights=timeline.busy_seconds, minlength=timeline.ranks)
@@ -48,7 +48,7 @@ def chosen_ranks(timeline: Timeline, most: int) -> list[int]:
 
 
 def chrome_trace(plan: Plan, timeline: Timeline, *, ranks_per_node: int, most_ranks: int = 64) -> str:
-    """Write the trace of some ranks; times in microseconds, as the format has them."""
+    """Return the trace of some ranks; times in microseconds, as the format requires."""
     shown = chosen_ranks(timeline, most_ranks)
     events: list[dict[str, Any]] = []
     for rank in shown:
