@@ -1,4 +1,7 @@
-"""The command line: one file per verb. A verb imports the heavy libraries that it needs when it runs."""
+"""The command line: one file per verb, which imports the heavy libraries that it needs when it runs.
+
+A verb's class has `run`, which returns the exit status, and `names`, from names of the library to what the user typed.
+"""
 
 from __future__ import annotations
 
@@ -98,12 +101,7 @@ def overview() -> str:
 
 
 def read_command(arguments: Sequence[str]) -> Any:
-    """Parse a verb and its options.
-
-    Raises:
-        SystemExit: help was asked for, or an option is wrong.
-        ConfigError: there is no such verb.
-    """
+    """Parse a verb and its options; SystemExit for help or a wrong option."""
     verb, *options = arguments
     if verb not in VERBS:
         near = did_you_mean(verb, VERBS)

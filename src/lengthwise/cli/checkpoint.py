@@ -36,7 +36,6 @@ class Checkpoint:
     """A new folder to which export writes the model."""
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         if self.step is not None:
             read_whole("--step", self.step)
         if (self.to is not None) != (self.action == "export"):
@@ -48,7 +47,6 @@ class Checkpoint:
         return {"list": self._list, "verify": self._verify, "export": self._export}[self.action]()
 
     def names(self) -> dict[str, str]:
-        """Map names of the library to what the user typed for them."""
         return named_alike("step to") | {"resume": "lengthwise train --resume", "resume|resuming": "--resume"}
 
     def _folder(self) -> CheckpointFolder:
@@ -86,7 +84,7 @@ class Checkpoint:
         return int(bool(wrong))
 
     def _print_best(self, *, alone: bool = False) -> bool:
-        """Print the best model, if one was kept. alone: only if there is no checkpoint."""
+        """Print the best model, if one was kept. alone: True if there is no checkpoint."""
         from lengthwise.checkpoint import CheckpointFolder
         from lengthwise.run.evaluation import read_best
         from lengthwise.run.resume import FOLDER

@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from lengthwise.simulator import Scenario
 
 _NAMED, _SHOWN_TOKENS, _SHOWN_BAD = 5, 2000, 5
-_BATCHES = 4  # that are simulated, as `simulate` does by itself
+_BATCHES = 4  # simulated batches, as many as `simulate` has by default
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataChoices:
-    """A checked command line. limits: the most tokens of a row, by the reason. scenario: the simulated step, if any."""
+    """A checked command line. limits: largest tokens of a row, by reason. scenario: the simulated step, if any."""
 
     limits: dict[str, int]
     scenario: Scenario | None
@@ -77,7 +77,6 @@ class Data:
     """Also write this description as an HTML page."""
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         from lengthwise.data import load_dataset, load_tokenizer
         from lengthwise.data.load import first_rows
         from lengthwise.data.survey import survey
@@ -136,7 +135,6 @@ class Data:
         return DataError.exit_status if refused else 0
 
     def names(self) -> dict[str, str]:
-        """Map names of the library to what the user typed for them."""
         return named_alike("tokenizer hardware model gpus capacity") | {
             "ranks": "--gpus",
             "capacity_tokens": "--capacity",
@@ -217,7 +215,7 @@ def _bad_lines(bad: list[DataError]) -> Iterator[str]:
 
 
 def _refused(read: Callable[[], Dataset]) -> list[LengthwiseError]:
-    """Return the problems for which a run refuses the data: rows are read again, as `train` reads them."""
+    """Return the problems for which a run refuses the data; rows are read again, as `train` reads them."""
     problems = Collector()
     problems.attempt(read)
     return problems.problems
@@ -268,7 +266,7 @@ def data_page(
     longest: Sequence[Sequence[str]],
     sample: Sequence[str],
 ) -> str:
-    """Write the page; all that comes from outside is escaped. `longest`: a table, headings first."""
+    """Return the page; all text from outside is escaped. longest: a table, headings first."""
     said = "".join(f"<p>{escape(line)}</p>" for line in lines)
     row = "".join(f"<p class=key>{escape(each)}</p>" for each in sample)
     return html_page(

@@ -34,7 +34,7 @@ Rows = Sequence[dict[str, Any]]
 _MODEL, _GPUS, _STEP_TOKENS, _LONGEST = "qwen3-8b", 8, 1 << 20, 128 * 1024
 _RANKS, _STEPS, _CAPACITY, _LEAST_TOKENS, _MOST_TOKENS = 4, 20, 2048, 12_000, 16_000
 _CHECK_TOKENS = 8_192
-_COMPARED = 10  # steps that are trained a second time, with a static mesh
+_COMPARED = 10  # steps that are also trained with a static mesh
 _RUN_FILE = """\
 # The run file of `lengthwise demo`; train it again with: lengthwise train {name} --ranks {ranks} --overwrite
 model: tiny
@@ -64,7 +64,6 @@ class Demo:
     """The folder to write; default: a fresh one, runs/demo-DATE-TIME."""
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         begin = time.perf_counter()
         folder = fresh_folder(self.output)
         show = Console(highlight=False, soft_wrap=True).print
@@ -87,7 +86,7 @@ class Demo:
 
 
 def fresh_folder(asked: Path | None) -> Path:
-    """Make the folder of this run. Raises OutputError: the given folder exists, or no folder can be made."""
+    """Make the folder of this run; OutputError if the given one exists, or none can be made."""
     from lengthwise.core.errors import OutputError
 
     stem = asked or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
@@ -203,7 +202,7 @@ def _open(model: Path, result: TrainResult, show: Show) -> bool:
 
 
 def train_static(run_file: Path, steps: int, *, ranks: int) -> Path:
-    """Train the first steps with planner `static`; return the folder. Raises KeyboardInterrupt: a signal ended it."""
+    """Train the first steps with planner `static`; return the folder. KeyboardInterrupt: a signal ended it."""
     from lengthwise.run.api import train
 
     overrides = ["planner=static", "output=static", f"steps={steps}"]
@@ -219,14 +218,14 @@ def read_metrics(folder: Path) -> Rows:
 
 
 def comparison_line(ours: Rows, static: Rows) -> str:
-    """Say how far the losses of the steps that both ran are apart: a plan changes no result."""
+    """Return the difference of the losses of the steps that both ran, in words: a plan changes no result."""
     pairs = list(zip(ours, static, strict=False))
     apart = max(abs(a["loss"] - b["loss"]) / abs(b["loss"]) for a, b in pairs)
     return f"losses of {counted(len(pairs), 'step')} agree to {apart:.0e}: plans change the time, not the result"
 
 
 def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
-    """Simulate one step of an 8B model on 8 H100s from these lengths, as `lengthwise simulate` does; draw its GPUs."""
+    """Simulate one step of an 8B model on 8 H100s from these lengths, as `lengthwise simulate` does; yield its GPUs."""
     from lengthwise.cost import named_hardware, named_shape
     from lengthwise.report.simulation import answer_notes, answer_sentence, answer_table
     from lengthwise.setup import lengths_of_a_batch
@@ -250,9 +249,9 @@ def simulated_lines(lengths: Sequence[int]) -> Iterator[str]:
 def gpu_lines(
     work: Sequence[Sequence[Stretch]], *, step_seconds: float, most_seconds: float, width: int = 60
 ) -> list[str]:
-    """Draw one line a GPU, `width` characters for `most_seconds`; a character shows the middle of its time.
+    """Return one line per GPU, `width` characters for `most_seconds`; a character shows the middle of its time.
 
-    work: entry i are the stretches of GPU i.
+    work: stretches of each GPU.
     """
     import numpy as np
 

@@ -48,7 +48,6 @@ class Init:
     """Replace --out if it exists."""
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         from lengthwise.cost.hardware import named_hardware
         from lengthwise.cost.shapes import check_trained, named_shape
         from lengthwise.setup.first_settings import first_settings
@@ -85,11 +84,10 @@ class Init:
         return 0
 
     def names(self) -> Mapping[str, str]:
-        """Map names of the library to what the user typed for them."""
         return named_alike("gpus model hardware")
 
     def _lengths(self) -> tuple[KnownLengths | None, str]:
-        """Return the lengths of the rows, in the model's tokens or else in bytes, or None and the reason."""
+        """Return (lengths of the rows, in the model's tokens or else in bytes, or None; the reason)."""
         reasons = []
         for tokenizer in (self.model, "bytes"):
             try:

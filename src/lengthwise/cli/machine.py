@@ -1,4 +1,4 @@
-"""A description of this machine, for numbers measured on it."""
+"""A description of this machine, for its measurements."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lengthwise.report.figures import count
 
 
 def machine_lines() -> list[str]:
-    """Describe the machine and the versions of the libraries."""
+    """Return lines on the machine and the versions of the libraries."""
     import torch
     import transformers
 

@@ -17,7 +17,7 @@ from lengthwise.core.plan import RECOMPUTE_KINDS
 if TYPE_CHECKING:
     from lengthwise.planner import PlanOptions
 
-_MOST_SPEEDS = 2**20  # most ranks of equal speed in one entry
+_MOST_SPEEDS = 2**20  # most ranks in one run of equal speed
 _OFF = "(default: off; of simulate --mesh best: auto)"
 
 
@@ -51,12 +51,12 @@ class PlanChoices:
 
 
 def named_alike(names: str) -> dict[str, str]:
-    """Map names of the library, separated by spaces, to the options of the same names."""
+    """Return names of the library, separated by spaces, with the options of the same names."""
     return {name: f"--{name.replace('_', '-')}" for name in names.split()}
 
 
 def refuse_but_one(where: str, options: Mapping[str, bool]) -> None:
-    """Raise ConfigError unless exactly one option is given. options: whether they are given, by name."""
+    """Raise ConfigError unless exactly one option is given. options: by name, True if given."""
     given = [option for option, is_given in options.items() if is_given]
     if len(given) != 1:
         *first, last = options
@@ -86,11 +86,7 @@ def refuse_kind(kind: str | None, capacity: object) -> None:
 
 
 def parse_speeds(text: str) -> list[float]:
-    """Read speeds from `1,1,0.5`, runs as `8x1.0,8x0.6`, or a JSON file's name.
-
-    Raises:
-        ConfigError: an entry is not a number or a run, or the file is not a list of speeds.
-    """
+    """Read speeds from `1,1,0.5`, runs as `8x1.0,8x0.6`, or a JSON file's name."""
     from lengthwise.planner.problem.speeds import refuse_speeds
 
     if text.endswith(".json"):

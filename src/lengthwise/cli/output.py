@@ -1,6 +1,6 @@
 """Consoles and files of commands without torch; files are written whole or not at all.
 
-Of a simulation: simulation.json, which says which other files belong to it, report.html, and traces.
+A simulation has simulation.json, which lists its other files, report.html, and traces.
 """
 
 from __future__ import annotations
@@ -60,11 +60,7 @@ def _is_special(path: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
-
-    Raises:
-        OutputError: it cannot be written, or is not a regular file.
-    """
+    """Write a file whole or not at all; OutputError if that fails, or it is not a regular file."""
     path = path.resolve()  # writes a link's target, and keeps the link
     refuse_unwritable_file(path)
     try:
@@ -89,7 +85,7 @@ def refuse_others_files(folder: Path) -> None:
 
 
 def write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str, str]) -> None:
-    """Replace all files of an earlier simulation; traces: by planner. Raises OutputError."""
+    """Replace all files of an earlier simulation. traces: traces by planner."""
     for planner in _earlier_planners(folder) or ():
         if planner not in traces:
             try:
@@ -101,7 +97,7 @@ def write_simulation(folder: Path, figures: str, page: str, traces: Mapping[str,
     for planner, trace in traces.items():
         write_atomically(folder / _trace_name(planner), trace)
     write_atomically(folder / PAGE, page)
-    write_atomically(folder / FIGURES, figures)  # last: it says which traces belong to it
+    write_atomically(folder / FIGURES, figures)  # last, because it lists the others
 
 
 def _earlier_planners(folder: Path) -> list[str] | None:

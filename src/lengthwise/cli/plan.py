@@ -37,9 +37,10 @@ _NAMES = named_alike(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanInput:
-    """A command line that was read; lengths: None if a run file's data are not read yet.
+    """A command line that was read.
 
-    adapters: parameters that train in place of the model's own. If None, all train.
+    lengths: None if a run file's data are not read yet. adapters: number of adapter parameters; None if the whole model
+    trains.
     """
 
     config: RunConfig | None
@@ -99,7 +100,6 @@ class PlanCommand:
     planning: tyro.conf.OmitArgPrefixes[PlanChoices]
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         from lengthwise.report.plans import degree_table, plan_table
 
         asked = self._read()
@@ -134,7 +134,6 @@ class PlanCommand:
         return 0
 
     def names(self) -> dict[str, str]:
-        """Map names of the library to what the user typed for them."""
         names = _NAMES if self.config is None else {**_NAMES, "tokens": "tokens"}
         if self.config is not None and self.capacity is None:
             names = {**names, "capacity_tokens": "capacity_tokens"}
@@ -193,9 +192,9 @@ class PlanCommand:
     def planning_of(
         self, asked: PlanInput, lengths: list[int], context: int | None, *, batch: int
     ) -> tuple[StepPlanning, str]:
-        """Return what plans the step, for a run file as training does, and why it has its layout ("" if it is given).
+        """Return (planning of the step, for a run file as in training; reason of its layout, "" if it is given).
 
-        context, batch: tokens that a fixed mesh must hold, and at most of a global batch.
+        context, batch: tokens that a fixed mesh must hold, and largest number of tokens of a global batch.
         """
         from lengthwise.cli.run_model import setup_of_run, ties_of
         from lengthwise.planner.service.step_planning import StepPlanning, step_planning
@@ -249,7 +248,7 @@ class PlanCommand:
         return ranks // stages
 
     def _offload(self, config: RunConfig | None) -> tuple[str, float | None]:
-        """Return what the planner may offload, and the ratio that the run file sets for every microbatch."""
+        """Return (what the planner may offload, ratio that the run file sets for every microbatch, or None)."""
         if self.planning.offload is not None or config is None or config.offload is None or self.cost:
             return self.planning.offload or "off", None
         ratio = config.offload.ratio
@@ -278,7 +277,7 @@ class PlanCommand:
     def _capacities(
         self, config: RunConfig | None, shape: ModelShape | None, ranks: int | None, hardware: Hardware | None
     ) -> dict[str, int]:
-        """Return the tokens that a rank holds by kind of recomputation; empty after an earlier problem."""
+        """Return the tokens that a rank holds by kind of recomputation; {} after an earlier problem."""
         if config is not None or self.cost is not None:
             expected = "nothing beside --config, whose recompute counts, or --cost, which knows none"
             refuse_beside({"--recompute": self.recompute}, expected, "Leave it out.")
@@ -350,7 +349,7 @@ class PlanCommand:
         measured: Measurements | None,
         adapters: int | None,
     ) -> Cost | None:
-        """Make the costs; None if the model or the hardware has a problem, which is reported already."""
+        """Return the costs; None if the model or the hardware has a problem, which is reported already."""
         from lengthwise.cost import DTYPE_BYTES, all_terms_cost, costs
         from lengthwise.cost.measured import base_cost, measured_cost
 
@@ -372,7 +371,7 @@ class PlanCommand:
         return all_terms_cost(shape, hardware, adapters=adapters, stages=stages)
 
     def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None, int]:
-        """Return lengths to plan, the context that a fixed mesh must hold, and the most tokens of a global batch."""
+        """Return (lengths to plan, context that a fixed mesh must hold, largest number of tokens of a global batch)."""
         config, shape = asked.config, asked.shape
         if config is None:
             assert asked.lengths is not None, "one of the two was checked to be given"
@@ -389,7 +388,7 @@ class PlanCommand:
         )
         batches = Batches(dataset, config)
         lengths = batches.first_lengths
-        if is_stream:  # no more is known of the other rows
+        if is_stream:  # the other rows are unknown
             longest = max(source.max_tokens or 0 for source in config.data)
             return lengths, longest, max(longest * (size.sequences or 1), size.tokens or 0)
         return lengths, int(dataset.lengths.max()), batches.most_tokens

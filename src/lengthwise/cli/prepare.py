@@ -62,7 +62,6 @@ class Prepare:
     """Read every byte of prepared data and compare it with what was written; exits with 1 on a difference."""
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         if self.verify:
             return self._verify()
         problems = Collector()
@@ -76,7 +75,6 @@ class Prepare:
         return self._prepare(asked, self.out)
 
     def names(self) -> dict[str, str]:
-        """Map names of the library to what the user typed for them."""
         names = named_alike("workers overwrite out")
         if is_run_file(self.inputs):
             return names
@@ -166,7 +164,7 @@ class Prepare:
 
 
 def prepared_line(made: Prepared, out: Path) -> str:
-    """Describe a prepared folder in a line."""
+    """Return a prepared folder in a line."""
     left_out = "".join(f", {number} left out ({reason})" for reason, number in made.skipped.items())
     tokenizer = "" if made.tokenizer is None else f" of {made.tokenizer.name}"
     rows = made.rows - sum(made.skipped.values())

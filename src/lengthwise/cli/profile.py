@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lengthwise.core.measurements import Measurements
 
 _SHORTEST_SECONDS = 0.5
-_HARDLY_KNOWN = 0.5  # relative error of a term above which its samples say little about it
+_HARDLY_KNOWN = 0.5  # relative error of a term above which its samples tell little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,6 @@ class Profile:
     """Devices of a node in --hardware-out; default: those of --hardware."""
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         longest_tokens = self._read()
 
         from lengthwise.profiler.rank_profiler import ProfileSettings
@@ -117,7 +116,6 @@ class Profile:
         plain_console().print(f"hardware description written to {path}")
 
     def names(self) -> dict[str, str]:
-        """Map names of the library to what the user typed for them."""
         return named_alike("model ranks device precision clock hardware node_size")
 
     def _read(self) -> int:

@@ -27,8 +27,8 @@ def setup_of_run(
 ) -> Setup[RunConfig]:
     """Return the setup of a run file on `ranks` ranks of a hardware; for CPUs this machine's free memory counts.
 
-    cost: costs with all parameters on every rank. adapters: number of adapter parameters, or None. ties: whether head
-    and embedding are tied. known: facts about the data, as for `resolve`.
+    cost: costs with all parameters on every rank. adapters: number of adapter parameters, or None. ties: True if head
+    and embedding are tied, None if unknown. known: facts about the data, as for `resolve`.
     """
     on_gpus = hardware.name != "cpu"
     here = min(ranks, hardware.ranks_per_node) if on_gpus else ranks
@@ -39,7 +39,7 @@ def setup_of_run(
 
 
 def ties_of(model: str) -> bool | None:
-    """Return whether a model's head and embedding are tied, or None without a config.json here that has the key."""
+    """Return whether a model's head and embedding are tied, or None without a local config.json that has the key."""
     path = Path(model) / "config.json"
     return read_json_object(str(path)).get("tie_word_embeddings") if path.is_file() else None
 
@@ -54,7 +54,7 @@ def adapters_of(config: RunConfig) -> int | None:
 
 
 def trained_of(config: RunConfig) -> dict[str, Any]:
-    """Return what `compare_ways` takes of a run file: the LoRA rank, read without torch, and the place of states."""
+    """Return the arguments of `compare_ways` by a run file: LoRA rank, read without torch, and place of states."""
     lora = config.lora
     rank = lora and lora.r
     if lora is not None and lora.adapter is not None:

@@ -1,7 +1,7 @@
-"""`lengthwise simulate`: what steps would take on machines that one does not have. Needs no torch and no GPU.
+"""`lengthwise simulate`: step times on machines that one does not have. Needs no torch and no GPU.
 
-A second run into a folder replaces the files of the first, its traces included, which simulation.json lists. A folder
-that has files of these names but no simulation.json of ours is refused.
+A second run into a folder replaces the files of the first, with the traces that simulation.json lists. A folder that
+has files of these names but no simulation.json of ours is refused.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _NAMES = named_alike("mode virtual offload heads recompute kernel hardware model
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulationInput:
-    """A command line that was read; lengths: reads them. Tokens: None if not given.
+    """A command line that was read. lengths: function that reads the lengths. Tokens are None if not given.
 
-    trained: the LoRA rank if adapters train (`lora`), and whether the host has the optimizer's states (`offloads`).
+    trained: LoRA rank if adapters train (`lora`), and whether the host has the optimizer's states (`offloads`).
     """
 
     planners: list[str]
@@ -116,7 +116,6 @@ class Simulate:
     planning: tyro.conf.OmitArgPrefixes[PlanChoices]
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         from lengthwise.report.page import simulation_page
         from lengthwise.report.simulation import (
             answer_notes,
@@ -183,7 +182,7 @@ class Simulate:
         return self.details or machine.mesh != "best" or any(each is not None for each in theirs)
 
     def _traces(self, found: Sequence[Best]) -> dict[str, str]:
-        """Write a trace for each planner."""
+        """Return a trace for each planner."""
         from lengthwise.simulator import chrome_trace
 
         shown = {best.planner: best.found for best in found if best.found is not None}
@@ -198,7 +197,7 @@ class Simulate:
         }
 
     def _text_alone(self) -> list[str]:
-        """Say which part is priced of a model with images that this version does not train."""
+        """Return lines on the priced part of a model with images that this version does not train."""
         from lengthwise.cost import check_trained
 
         try:
@@ -211,7 +210,6 @@ class Simulate:
         return []
 
     def names(self) -> dict[str, str]:
-        """Map names of the library to what the user typed for them."""
         from lengthwise.data.recipes import RECIPES
 
         return (
@@ -276,7 +274,7 @@ class Simulate:
         return load_config(self._run_file)
 
     def _lengths(self, config: RunConfig | None) -> Callable[[], KnownLengths]:
-        """Return what reads the lengths; refuse data that are not there."""
+        """Return the function that reads the lengths; refuse missing data."""
         sources = {"RUN.yaml": config is not None, "--lengths": self.lengths is not None, "--data": bool(self.data)}
         refuse_but_one("simulate", sources)
         counting = {

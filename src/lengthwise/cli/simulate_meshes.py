@@ -1,6 +1,6 @@
-"""What `lengthwise simulate` runs on: the model, the machine, and the meshes that its planners may be given.
+"""The model, the machine and the meshes of `lengthwise simulate`.
 
-What the command line gives stays for all planners; the rest is searched, each planner in a process of its own.
+Values of the command line stay for all planners; the rest is searched, each planner in a process of its own.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 MESHES = ("best", "same")
 _SHOWN_EVERY_SECONDS = 0.2
 _SLOW = ("lengthwise", "bytescale", "single-degree")
-_MANY_DEVICES = 2048  # above, a planner takes seconds for a plan
+_MANY_DEVICES = 2048  # above, a plan takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,13 +79,13 @@ class MeshChoices:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of recomputation that may be taken: the given one, or all."""
+        """Kinds of recomputation to choose from: the given one, or all."""
         return RECOMPUTE_KINDS if self.recompute is None or self.recompute == "auto" else (self.recompute,)
 
     def read(self, planning: PlanChoices, problems: Collector, *, config: RunConfig | None = None) -> Scenario | None:
-        """Read the scenario; None if something is wrong with it, which `problems` then has.
+        """Read the scenario; add problems to `problems` and then return None.
 
-        config: has the model, unless an option names one.
+        config: run file with the model, unless an option names one.
         """
         attempt, before = problems.attempt, len(problems.problems)
         if self.pp is not None:
@@ -181,10 +181,8 @@ def compare_ways(
 ) -> Comparison:
     """Compare FSDP2 and Lengthwise on these batches, with a line of progress.
 
-    lora: rank of the adapters that train in place of the model. If None, all of it trains. changes: of the scenario.
-
-    Raises:
-        MemoryShortage: `offloads` is asked for, and a node's hosts have too little memory for it.
+    lora: rank of the adapters, None if the whole model trains. changes: fields of the scenario to change.
+    MemoryShortage: with `offloads`, a node's host has too little memory.
     """
     from lengthwise.cost import check_host
     from lengthwise.cost.shard_choice import lora_params
@@ -201,9 +199,7 @@ def compare_ways(
 def search_planners(planners: Sequence[str], batches: Sequence[Sequence[int]], scenario: Scenario) -> tuple[Best, ...]:
     """Search the best mesh of each planner, in a process a core if a fork is safe, with a line of progress.
 
-    Raises:
-        MemoryShortage: a process was ended from outside.
-        LengthwiseError: no planner has a mesh for these sequences.
+    MemoryShortage: a process was ended from outside. LengthwiseError: no planner has a mesh for these sequences.
     """
     from lengthwise.simulator import best_mesh, refuse_unheld
 
@@ -256,7 +252,7 @@ def _searched_in_processes(
         raise MemoryShortage("search of meshes", expected=expected, got=got, remedy=remedy) from None
     finally:
         line.close()
-        kill_workers(pool)  # at once: after Ctrl-C nobody waits for a search
+        kill_workers(pool)  # after Ctrl-C nobody waits for a search
         pool.shutdown(wait=True, cancel_futures=True)
     return [found[planner] for planner in planners]
 

@@ -1,4 +1,4 @@
-"""Data named on the command line: a run file's, files and folders; and the lengths that batches are drawn from."""
+"""Data named on the command line: a run file's, files and folders; and the lengths from which batches are drawn."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 _RUN_FILES = (".yaml", ".yml")
 _PUBLISHED_CONTEXT = "128K"
-_TOKENS_A_DEVICE = 128 * 1024  # of a step whose size is not given
-OF_A_STREAM = 1000  # sequences that are read
+_TOKENS_A_DEVICE = 128 * 1024  # of a step without a given size
+OF_A_STREAM = 1000  # sequences that are read of a stream
 _EMPTY = ("error", "skip")
-_MOST_SEQUENCES = 2**22  # of a batch: short lengths and the batch of a large cluster would take all memory
+_MOST_SEQUENCES = 2**22  # of a batch: short lengths and a large cluster's batch would take all memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedSources:
-    """Sources, what makes tokens of their texts, and what messages call them by; config: the run file's."""
+    """Sources, the name of their tokenizer, and their key in messages. config: the run file's settings, or None."""
 
     sources: tuple[DataSource, ...]
     tokenizer: str
@@ -39,12 +39,12 @@ class NamedSources:
 
 
 def is_run_file(inputs: Sequence[Path]) -> bool:
-    """Return whether one run file was named, and no data."""
+    """Return whether the inputs are one run file, without data."""
     return len(inputs) == 1 and inputs[0].suffix in _RUN_FILES
 
 
 def wrong_paths(paths: Sequence[Path], key: str) -> list[ConfigError]:
-    """Return the problems of paths of data that were given as `key`."""
+    """Return the problems of data paths that were given as `key`."""
     problems: list[ConfigError] = []
     for path in paths:
         if not path.is_file() and not path.is_dir():
@@ -57,11 +57,7 @@ def wrong_paths(paths: Sequence[Path], key: str) -> list[ConfigError]:
 def asked_sources(
     inputs: Sequence[Path], tokenizer: str, overrides: Sequence[str] = (), *, of_eval: bool = False, **limits: object
 ) -> NamedSources:
-    """Return the named data; `tokenizer` and `limits` are for files, `of_eval` for run files.
-
-    Raises:
-        ConfigError: nothing was named, or it does not exist; Problems: several of these, or of the run file.
-    """
+    """Return the named data; `tokenizer` and `limits` are for files, `of_eval` for run files."""
     from lengthwise.config import DataSource, load_config
 
     if is_run_file(inputs):
@@ -86,10 +82,11 @@ def asked_sources(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownLengths:
-    """Lengths to draw batches from, in tokens, and how they were counted.
+    """Lengths in tokens, from which batches are drawn, and how they were counted.
 
-    unit: "tokens", "bytes" of texts that no tokenizer has seen, or "tokens of NAME". left_out: skipped rows by reason.
-    recipe: a published set, drawn anew for each batch. steps: of a run file, in the order of training.
+    unit: "tokens", "bytes" of texts without a tokenizer, or "tokens of NAME". left_out: number of skipped rows by
+    reason. recipe: published set, drawn anew for each batch, or None. steps: steps of a run file, in the order of
+    training, or None.
     """
 
     name: str
@@ -101,7 +98,7 @@ class KnownLengths:
 
     @property
     def note(self) -> str:
-        """What a reader of the figures must know of how these lengths were counted; empty: nothing."""
+        """A note for readers of the figures on how these lengths were counted, or ""."""
         notes = [f"{counted(number, 'row')} left out ({reason})" for reason, number in self.left_out.items()]
         if "bytes" in self.unit.split(" and "):
             notes.append(
@@ -120,12 +117,9 @@ class KnownLengths:
     ) -> tuple[list[list[int]], int]:
         """Return `number` batches, and the longest possible sequence.
 
-        wanted_tokens: of a batch, drawn with a seed of its own. If None, a run file's first steps, else 128K a device.
-        prompt_tokens: in front of each known length; a sequence is both.
-
-        Raises:
-            ConfigError: a context below the longest of one's own lengths, or not above the prompt, or batches of too
-                many of them; Problems: several of these.
+        wanted_tokens: tokens of a batch, drawn with a seed of its own (default: a run file's first steps, else 128K a
+        device). prompt_tokens: tokens in front of each known length; a sequence is both. ConfigError, or Problems: a
+        context below the longest of one's own lengths, or not above the prompt, or too large batches.
         """
         from lengthwise.data.recipes import draw_lengths
 
@@ -168,7 +162,7 @@ class KnownLengths:
 
 
 def listed_lengths(name: str) -> KnownLengths:
-    """Return what --lengths names: a published set, or a JSON file (`lengths_from_file`); ConfigError: unknown."""
+    """Return the lengths that --lengths names: a published set, or a JSON file (`lengths_from_file`)."""
     from lengthwise.data.recipes import RECIPES, lengths_from_file
 
     if name in RECIPES:
@@ -179,7 +173,7 @@ def listed_lengths(name: str) -> KnownLengths:
 
 
 def read_branches(text: str) -> Branches:
-    """Read `8x1K`: completions of a prompt, and its tokens; ConfigError: anything else, or nothing to share."""
+    """Read `8x1K`: completions of a prompt, and its tokens; ConfigError for anything else, or nothing to share."""
     from lengthwise.simulator.branches import LEAST_PROMPT_TOKENS, Branches
 
     completions, _, prompt = text.lower().partition("x")
@@ -194,13 +188,13 @@ def read_branches(text: str) -> Branches:
 
 
 def refuse_data(paths: Sequence[Path], empty: str) -> None:
-    """Raise ConfigError, or Problems, for nothing at a path and for no such way to treat empty rows."""
+    """Raise ConfigError, or Problems, for missing paths and an unknown way to treat empty rows."""
     problems = [] if empty in _EMPTY else [unknown_name("--empty", empty, _EMPTY)]
     raise_problems([*problems, *wrong_paths(paths, "--data")])
 
 
 def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownLengths:
-    """Read one's own data and count their tokens; errors of `load_dataset`, all bad rows together."""
+    """Read one's own data and count their tokens; errors are those of `load_dataset`."""
     from lengthwise.config import DataSource
     from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
 
@@ -217,7 +211,7 @@ def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownL
 
 
 def lengths_of_run(path: Path, config: RunConfig) -> KnownLengths:
-    """Read the data of a run file, as training does; errors of `load_dataset`."""
+    """Read the data of a run file, as training does; errors are those of `load_dataset`."""
     from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
     from lengthwise.data.load import first_rows
 
@@ -235,7 +229,7 @@ def lengths_of_run(path: Path, config: RunConfig) -> KnownLengths:
 
 
 def tokenizers_of(used: Sequence[str], sources: Sequence[DataSource]) -> list[str]:
-    """Return what made the tokens of rows: tokenizers that were `used`, and those of prepared sources."""
+    """Return the tokenizers of rows: the `used` ones, and those of prepared sources."""
     from lengthwise.data.prepared import prepared_with
 
     paths = (source.path for source in sources if source.path is not None)
@@ -243,14 +237,14 @@ def tokenizers_of(used: Sequence[str], sources: Sequence[DataSource]) -> list[st
 
 
 def unit_of(tokenizers: Sequence[str]) -> str:
-    """Say what lengths are counted in."""
+    """Return the unit of lengths, in words."""
     return " and ".join("bytes" if each == "bytes" else f"tokens of {each}" for each in tokenizers) or "tokens"
 
 
 def known_lengths(
     dataset: Dataset, name: str, tokenizers: Sequence[str], config: RunConfig | None = None
 ) -> KnownLengths:
-    """Return the lengths of read rows, with the steps of a run file. DataError: there are none to train on."""
+    """Return the lengths of read rows, with the steps of a run file; DataError if there are none to train on."""
     from lengthwise.data import Batches
 
     return KnownLengths(
@@ -263,7 +257,7 @@ def known_lengths(
 
 
 def drawn_batch(known: Sequence[int], wanted_tokens: int, seed: int) -> list[int]:
-    """Draw sequences without putting back, all of them before any twice, until a batch has `wanted_tokens`."""
+    """Draw sequences without replacement, all of them before any twice, until a batch has `wanted_tokens`."""
     rng = np.random.Generator(np.random.PCG64(seed))
     batch: list[int] = []
     total = 0

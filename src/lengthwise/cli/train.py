@@ -47,7 +47,6 @@ class RunOptions:
     """How long a rank waits for another, in seconds, before the run ends with an error that names it."""
 
     def names(self) -> dict[str, str]:
-        """Map names of the library to what the user typed for them."""
         return named_alike("ranks overwrite resume accept_changes max_restarts timeout_seconds") | {
             "overrides": "--set"
         }
@@ -70,7 +69,6 @@ class Train(RunOptions):
     """How often to restart the ranks from the newest checkpoint after a rank died or hung. Not with torchrun."""
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         config = read_settings(self.config, self.set, self.ranks)
 
         from lengthwise.run.api import train
@@ -96,11 +94,7 @@ class Train(RunOptions):
 
 
 def read_settings(path: Path, overrides: Sequence[Sequence[str]], ranks: int | None) -> RunConfig:
-    """Read a run file before the import of torch, which takes seconds.
-
-    Raises:
-        LengthwiseError: one error has all its problems.
-    """
+    """Read a run file before the import of torch, which takes seconds."""
     from lengthwise.config import load_config
 
     problems = Collector()
@@ -123,7 +117,7 @@ def how_to_resume(config: RunConfig, command: str) -> str:
     return "no checkpoint: the run ended before the first one"
 
 
-_COLUMNS = (0, 11, 11, 9, 11, 6, 0)  # least characters of the fields of a step, so that fields stay in their columns
+_COLUMNS = (0, 11, 11, 9, 11, 6, 0)  # least characters of a step's fields, which keeps them in columns
 _TIMED_STEPS = 50  # last steps, whose mean estimates the time left
 _SILENT_SECONDS = 60.0  # without a line in a log
 _LEARNING_STEPS = 10  # first steps, which warm up and show the ranks' speeds
@@ -173,7 +167,6 @@ class PrintedProgress:
         self._errors: list[float] = []
 
     def on_start(self, job: Job) -> None:
-        """Print a description of the run."""
         self._config = job.config
         width = self._line.width
         self._line.write(wrapped(describe_job(job), width and width - 1, " " * 8))
@@ -183,11 +176,9 @@ class PrintedProgress:
         self._phases.note(phase)
 
     def on_note(self, line: str) -> None:
-        """Print a decision."""
         self._line.write(line)
 
     def on_step(self, step: FinishedStep) -> None:
-        """Print a finished step."""
         done = step.metrics
         self._line.write(self._steps.of(step, self._line.width))
         if self._line.width is None:  # a log has a line per step, and few lines in between
@@ -202,17 +193,15 @@ class PrintedProgress:
         """Print nothing: a note or an error follows."""
 
     def on_eval(self, metrics: EvalMetrics) -> None:
-        """Print a finished evaluation."""
         tokens = count(metrics.num_tokens)
         self._line.write(f"evaluation after step {metrics.step}: loss {metrics.loss:.4f} over {tokens} tokens")
 
     def on_end(self, result: TrainResult) -> None:
-        """Print how the run ended, and the paths of its files."""
         self._line.write(summary(result, self._config, self._command))
 
 
 def describe_job(job: Job) -> str:
-    """Describe a run in a few lines."""
+    """Return a description of a run in a few lines."""
     from lengthwise.data.survey import named, rows_without_loss
 
     data, config = job.known, job.config
@@ -275,7 +264,7 @@ def _update(job: Job) -> str:
 
 
 def _time_line(job: Job) -> str:
-    """Estimate the run's time, if the data is known."""
+    """Return an estimate of the run's time, if the data are known."""
     if not job.steps.is_known:
         return "not estimated for rows that are read during training; each step prints the time left"
     step = job.estimated_step_seconds
@@ -310,7 +299,7 @@ def _lora_line(config: RunConfig) -> str:
 
 
 def summary(result: TrainResult, config: RunConfig | None, command: str) -> str:
-    """Describe how the run ended, and the paths of its files. config: None if it was already finished."""
+    """Return how the run ended, and the paths of its files. config: None if it was already finished."""
     if config is None or (result.num_tokens == 0 and not result.skipped):
         model = result.folder / "model"
         ended = f"already finished: {counted(result.steps, 'step')}, model in {model}"

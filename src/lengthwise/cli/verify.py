@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lengthwise.run.verify_batch import VerifyBatch
 
 
-_START_SECONDS = 10.0  # about what processes take to import torch and build the model
+_START_SECONDS = 10.0  # of processes that import torch and build the model, about
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,6 @@ class Verify(RunOptions):
     """Like --full, with this plan file of any planner; its lengths must be those of the first batch."""
 
     def run(self) -> int:
-        """Run the command; return the exit status."""
         config = read_settings(self.config, self.set, self.ranks)
 
         from lengthwise.run.api import verify
@@ -98,7 +97,7 @@ def verification_lines(found: VerifyReport) -> list[str]:
     rings = sum(1 for m in found.plan.microbatches for p in m.pieces if p.degree > 1)
     worst = sorted(found.gradients.items(), key=lambda item: -item[1] / found.allowed(item[0]))[:5]
     width = max(len(name) for name, _ in worst)
-    router = []  # if the model has a balance loss
+    router = []  # with a balance loss
     if found.reference_router_loss:
         router.append(
             f"router loss: {found.router_loss:.9f}, one process {found.reference_router_loss:.9f}, "
