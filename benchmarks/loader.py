@@ -259,7 +259,7 @@ def remote_table(folder: Path, rows: int, blocks: int, steps: int, tokens: int) 
             transport=SoloTransport(),
             timeout_seconds=600.0,
             say=lambda _line: None,
-            ending=stack,
+            cleanup=stack,
         )
         stack.enter_context(ray_feed(rank))
         started = time.perf_counter() - start

@@ -176,22 +176,22 @@ def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(
     monkeypatch.setattr("tempfile.tempdir", f"{short}")
     rows = DataSource(path=write_rows(tmp_path / "train.jsonl", make_rows(LENGTHS)), max_tokens=130, streaming=True)
 
-    def read(ending):
+    def read(cleanup):
         of_tokenizer = {"tokenizer_name": "bytes", "vocab_size": VOCAB, "tokenizer_digest": ""}
         dataset = streamed([rows], seed=0, **of_tokenizer)
-        how = {"timeout_seconds": 60, "say": lambda _line: None, "ending": ending}
+        how = {"timeout_seconds": 60, "say": lambda _line: None, "cleanup": cleanup}
         world, transport = World(rank=0, world_size=1), SoloTransport()
         return dataset, node_feed(FeedRank(dataset=dataset, world=world, transport=transport, **how))
 
     why = {"expected": "rank 1", "got": "a closed connection", "remedy": "See why."}
-    with ExitStack() as ending:
-        with pytest.raises(TransferError, match="rank 1"), read(ending)[1]:
+    with ExitStack() as cleanup:
+        with pytest.raises(TransferError, match="rank 1"), read(cleanup)[1]:
             raise TransferError("rank 0, step 2", **why)
         assert feeders()  # other ranks do not miss it before this one has reported its error
     assert not feeders()
-    with ExitStack() as ending:
-        dataset, block = read(ending)
-        ending.enter_context(block)
+    with ExitStack() as cleanup:
+        dataset, block = read(cleanup)
+        cleanup.enter_context(block)
         steps, ended = dataset.batches(GlobalBatch(sequences=1)), set()
         next(steps)
         deadline = time.monotonic() + 60

@@ -146,15 +146,15 @@ def check_files(
 
 def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: str) -> list[str]:
     """Return the differences between a checkpoint's parameters and a model's trainable ones."""
-    saved, asked = (
+    saved, expected = (
         {parameter.name: parameter.shape for parameter in manifest.parameters},
         dict(zip(names, shapes, strict=True)),
     )
-    found = [f"{name} is missing" for name in asked if name not in saved]
-    found += [f"{name} is not in the model" for name in saved if name not in asked]
+    found = [f"{name} is missing" for name in expected if name not in saved]
+    found += [f"{name} is not in the model" for name in saved if name not in expected]
     found += [
         f"{name} has shape {list(saved[name])}, not {list(shape)}"
-        for name, shape in asked.items()
+        for name, shape in expected.items()
         if name in saved and saved[name] != shape
     ]
     return found + ([] if manifest.dtype == dtype else [f"all are {manifest.dtype}, not {dtype}"])

@@ -131,6 +131,6 @@ class Checkpoint:
 
         quiet_libraries()
         assert self.to is not None, "checked before"
-        taken = export_checkpoint(self.output, self.to, step=self.step)
-        print(f"{taken} exported to {self.to}")
+        checkpoint = export_checkpoint(self.output, self.to, step=self.step)
+        print(f"{checkpoint} exported to {self.to}")
         return 0

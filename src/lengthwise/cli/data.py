@@ -83,10 +83,10 @@ class Data:
         from lengthwise.data.tokens import BAD, EMPTY
 
         problems = Collector()
-        asked = problems.attempt(partial(self._read, problems))
+        choices = problems.attempt(partial(self._read, problems))
         found = problems.attempt(partial(asked_sources, self.inputs, self.tokenizer or "bytes"))
         problems.raise_all()
-        assert asked is not None, "the command line was checked"
+        assert choices is not None, "the command line was checked"
         assert found is not None, "the command line was checked"
         sources = [source.model_copy(update={"empty": "skip", "bad_rows": "skip"}) for source in found.sources]
         used, bad = list[str](), list[DataError]()
@@ -117,11 +117,11 @@ class Data:
             *(f"note    {each.message}" for each in noted if each.category is UserWarning),
             *_loss_lines(dataset, facts),
             *_copy_lines(dataset, facts),
-            *(line for what, limit in asked.limits.items() for line in _fit_lines(dataset, what, limit)),
+            *(line for what, limit in choices.limits.items() for line in _fit_lines(dataset, what, limit)),
         ]
         longest = [("longest rows", "tokens"), *((dataset.name(i), f"{dataset.lengths[i]:,}") for i in facts.longest)]
         sample = list(self._sample(dataset, decoding))
-        simulated = _simulated(asked, dataset, tokenizers, found.config) if asked.scenario is not None else ""
+        simulated = _simulated(choices, dataset, tokenizers, found.config) if choices.scenario is not None else ""
         console = plain_console()
         parts = [heading, *lines, "", *length_histogram(facts.lengths), ""]
         parts += [f"{name:<40}{tokens:>12}" for name, tokens in longest]
@@ -186,13 +186,13 @@ class Data:
             yield f"  and {length - _SHOWN_TOKENS} more tokens"
 
 
-def _simulated(asked: DataChoices, dataset: Dataset, tokenizers: Sequence[str], config: RunConfig | None) -> str:
+def _simulated(choices: DataChoices, dataset: Dataset, tokenizers: Sequence[str], config: RunConfig | None) -> str:
     from lengthwise.report.simulation import answer_sentence
 
-    assert asked.scenario is not None, "asked for"
+    assert choices.scenario is not None, "asked for"
     known = known_lengths(dataset, "data", tokenizers, config)
-    batches, context = known.batches(asked.batch_tokens, _BATCHES, None, devices=asked.scenario.devices)
-    scenario = replace(asked.scenario, context_tokens=context)
+    batches, context = known.batches(choices.batch_tokens, _BATCHES, None, devices=choices.scenario.devices)
+    scenario = replace(choices.scenario, context_tokens=context)
     found = compare_ways(scenario, batches, **({} if config is None else trained_of(config)))
     return f"simulated: {answer_sentence(found, known.unit)}"
 

@@ -85,12 +85,12 @@ class Demo:
         return 0 if passed and opened else 1
 
 
-def fresh_folder(asked: Path | None) -> Path:
+def fresh_folder(output: Path | None) -> Path:
     """Make the folder of this run; OutputError if the given one exists, or none can be made."""
     from lengthwise.core.errors import OutputError
 
-    stem = asked or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
-    candidates = [stem] if asked else [stem, *(stem.with_name(f"{stem.name}-{i}") for i in range(2, 100))]
+    stem = output or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
+    candidates = [stem] if output else [stem, *(stem.with_name(f"{stem.name}-{i}") for i in range(2, 100))]
     for folder in candidates:
         try:
             folder.mkdir(parents=True)

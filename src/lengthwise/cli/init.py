@@ -106,7 +106,7 @@ class Init:
         sources = ", ".join(f"{{path: {json.dumps(os.path.relpath(path.absolute(), here))}}}" for path in self.data)
         longest, _, rows = _of(known)
         state, device = _gigabytes(chosen.state_bytes), _gigabytes(hardware.device_bytes)
-        held = ", ".join(f"{tokens:,} ({kind})" for kind, tokens in chosen.capacities.items())
+        capacities = ", ".join(f"{tokens:,} ({kind})" for kind, tokens in chosen.capacities.items())
         precision = "bf16" if hardware.compute_dtype_bytes == 2 else "fp32"
         kind = "adapters" if chosen.adapters else "models of this size"
         fewest = -(-longest // max(chosen.capacities.values()))
@@ -122,7 +122,7 @@ class Init:
             _global_batch(known),
             f"# precision: auto  # {precision} on {hardware.name}; masters, sums and merges are fp32",
             "# capacity_tokens: auto  # of one rank in one microbatch, measured at the start. Estimates, by recompute:",
-            f"#   {held},",
+            f"#   {capacities},",
             f"#   beside {state} of weights, gradients and optimizer states (a device has {device}).",
             f"#   Longer rows are cut over several ranks: {cut if known else 'the longest row is not known'}.",
             "# recompute: auto  # activation checkpointing where it saves time, chosen for each step",

@@ -102,10 +102,10 @@ class PlanCommand:
     def run(self) -> int:
         from lengthwise.report.plans import degree_table, plan_table
 
-        asked = self._read()
-        tokens, context, batch = self._lengths(asked)
+        inputs = self._read()
+        tokens, context, batch = self._lengths(inputs)
         console = plain_console()
-        planning, why = self.planning_of(asked, tokens, context, batch=batch)
+        planning, why = self.planning_of(inputs, tokens, context, batch=batch)
         if why:
             console.print(why)
         options = planning.options
@@ -113,7 +113,7 @@ class PlanCommand:
         write_atomically(self.out, plan.to_json())
 
         cost = planning.cost
-        known = None if self.cost else asked.shape
+        known = None if self.cost else inputs.shape
         named = f"model {known.name} ({cost.version})" if known else f"costs {cost.version}"
         if self._plans_as_training and not self.cost and not self.measurements:
             named += ": priced for this CPU; use --hardware h100 for GPUs"
@@ -124,7 +124,7 @@ class PlanCommand:
         duration = unitless if self.cost else seconds
         source = "model, not measured" if self.measurements is None else "model, from measurements"
         source = "times in the unit of --cost" if self.cost else source
-        plans = {asked.options.planner: plan}
+        plans = {inputs.options.planner: plan}
         choices = {"recompute": self.recompute, "offload": options.offload, "heads": options.heads}
         chosen = [name for name, value in choices.items() if value == "auto"]
         console.print(plan_table(plans, cost, title=f"one step ({source})", duration=duration, chosen=chosen))
@@ -190,7 +190,7 @@ class PlanCommand:
         )
 
     def planning_of(
-        self, asked: PlanInput, lengths: list[int], context: int | None, *, batch: int
+        self, inputs: PlanInput, lengths: list[int], context: int | None, *, batch: int
     ) -> tuple[StepPlanning, str]:
         """Return (planning of the step, for a run file as in training; reason of its layout, "" if it is given).
 
@@ -199,27 +199,27 @@ class PlanCommand:
         from lengthwise.cli.run_model import setup_of_run, ties_of
         from lengthwise.planner.service.step_planning import StepPlanning, step_planning
 
-        config, hardware, options = asked.config, asked.hardware, replace(asked.options, context_tokens=context)
-        if config is None or hardware is None or asked.shape is None or not self._lays_out(config):
+        config, hardware, options = inputs.config, inputs.hardware, replace(inputs.options, context_tokens=context)
+        if config is None or hardware is None or inputs.shape is None or not self._lays_out(config):
             planning = StepPlanning(
                 ranks=self._replicas(config, self.ranks),
-                cost=asked.cost,
-                capacities=asked.capacities,
+                cost=inputs.cost,
+                capacities=inputs.capacities,
                 options=options,
-                offload_ratio=asked.offload_ratio,
+                offload_ratio=inputs.offload_ratio,
             )
             return planning, ""
         if self.capacity is not None and config.capacity_tokens != "auto":
-            config = config.model_copy(update={"capacity_tokens": max(asked.capacities.values())})
-        known: dict[str, Any] = {"longest": context or 1, "batch": batch, "adapters": asked.adapters}
+            config = config.model_copy(update={"capacity_tokens": max(inputs.capacities.values())})
+        known: dict[str, Any] = {"longest": context or 1, "batch": batch, "adapters": inputs.adapters}
         known["ties"] = None if self.model_shape else ties_of(config.model)
         known["lengths"] = None if config.data[0].streaming else lengths
-        setup = setup_of_run(config, asked.shape, hardware, asked.cost, ranks=self.ranks, **known)
+        setup = setup_of_run(config, inputs.shape, hardware, inputs.cost, ranks=self.ranks, **known)
         planning = step_planning(
             setup.memory,
-            asked.cost,
-            asked.capacities,
-            offload=options.offload if asked.offload_ratio is None else asked.offload_ratio,
+            inputs.cost,
+            inputs.capacities,
+            offload=options.offload if inputs.offload_ratio is None else inputs.offload_ratio,
             **{name: getattr(options, name) for name in ("planner", "heads", "speeds", "context_tokens")},
         )
         why = [setup.why] if setup.why else []
@@ -370,12 +370,12 @@ class PlanCommand:
             hardware = replace(hardware, compute_dtype_bytes=DTYPE_BYTES[config.precision])
         return all_terms_cost(shape, hardware, adapters=adapters, stages=stages)
 
-    def _lengths(self, asked: PlanInput) -> tuple[list[int], int | None, int]:
+    def _lengths(self, inputs: PlanInput) -> tuple[list[int], int | None, int]:
         """Return (lengths to plan, context that a fixed mesh must hold, largest number of tokens of a global batch)."""
-        config, shape = asked.config, asked.shape
+        config, shape = inputs.config, inputs.shape
         if config is None:
-            assert asked.lengths is not None, "one of the two was checked to be given"
-            return asked.lengths, None, sum(asked.lengths)
+            assert inputs.lengths is not None, "one of the two was checked to be given"
+            return inputs.lengths, None, sum(inputs.lengths)
         from lengthwise.data import Batches, load_dataset, load_tokenizer
         from lengthwise.data.load import first_rows
 

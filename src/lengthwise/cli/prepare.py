@@ -68,11 +68,11 @@ class Prepare:
         problems.attempt(lambda: self.workers is None or read_whole("workers", self.workers, most=_MOST_WORKERS))
         if self.out is None:
             problems.add(ConfigError("--out", expected="a folder", got="none", remedy="Add --out FOLDER."))
-        asked = problems.attempt(self._asked)
+        named = problems.attempt(self._named)
         problems.raise_all()
-        assert asked is not None, "the command line was checked"
+        assert named is not None, "the command line was checked"
         assert self.out is not None, "checked before"
-        return self._prepare(asked, self.out)
+        return self._prepare(named, self.out)
 
     def names(self) -> dict[str, str]:
         names = named_alike("workers overwrite out")
@@ -80,7 +80,7 @@ class Prepare:
             return names
         return names | {"tokenizer": "--tokenizer", "skip_empty": "add --empty skip", "skip_bad": "add --bad-rows skip"}
 
-    def _asked(self) -> NamedSources:
+    def _named(self) -> NamedSources:
         problems, of_run = Collector(), is_run_file(self.inputs)
         of_files = {
             "--tokenizer": self.tokenizer is not None,
@@ -115,19 +115,19 @@ class Prepare:
         assert found is not None, "missing data is a problem"
         return found
 
-    def _prepare(self, asked: NamedSources, out: Path) -> int:
+    def _prepare(self, named: NamedSources, out: Path) -> int:
         from lengthwise.data import load_tokenizer
         from lengthwise.data.prepare import prepare_folder, to_prepare
         from lengthwise.run.workers import usable_cores, worker_processes
 
         line = LiveLine(sys.stdout)
-        load = functools.cache(functools.partial(load_tokenizer, asked.tokenizer))
+        load = functools.cache(functools.partial(load_tokenizer, named.tokenizer))
         try:
             plan = to_prepare(
-                asked.sources,
-                tokenizer_name=asked.tokenizer,
+                named.sources,
+                tokenizer_name=named.tokenizer,
                 tokenizer=load,
-                keys=[f"{asked.key}.{number}" for number in range(len(asked.sources))],
+                keys=[f"{named.key}.{number}" for number in range(len(named.sources))],
             )
             assert plan is not None, "no least number of bytes was given"
             run, show = worker_processes(self.workers or usable_cores()), progress_line(line)

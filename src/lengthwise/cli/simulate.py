@@ -128,24 +128,24 @@ class Simulate:
         )
         from lengthwise.report.tables import wrapped
 
-        asked, console = self._read(), plain_console()
-        known = asked.lengths()
-        branches = asked.scenario.branches
+        inputs, console = self._read(), plain_console()
+        known = inputs.lengths()
+        branches = inputs.scenario.branches
         prompt_tokens = 0 if branches is None else branches.prompt_tokens
         batches, context = known.batches(
-            asked.wanted_tokens,
+            inputs.wanted_tokens,
             self.batches,
-            asked.context_tokens,
-            devices=asked.scenario.devices,
+            inputs.context_tokens,
+            devices=inputs.scenario.devices,
             prompt_tokens=prompt_tokens,
         )
-        planners = asked.planners if self.is_detailed else []
-        scenario = replace(asked.scenario, context_tokens=context)
-        comparison = compare_ways(scenario, batches, kinds=self.machine.kinds, **asked.trained)
+        planners = inputs.planners if self.is_detailed else []
+        scenario = replace(inputs.scenario, context_tokens=context)
+        comparison = compare_ways(scenario, batches, kinds=self.machine.kinds, **inputs.trained)
         sentence, notes = answer_sentence(comparison, known.unit), [*self._text_alone(), *answer_notes(comparison)]
         if planners and (self.machine.pp or 1) > 1:
             notes = [*notes, "These rows have no stages, which count in the details below."]
-        about = self._about(scenario, batches, known, **asked.trained)
+        about = self._about(scenario, batches, known, **inputs.trained)
         width = console.width if console.is_terminal else None
         lines = (wrapped(each, width) for each in (about, *notes))
         for part in (wrapped(sentence, width), "", answer_table(comparison), "", *lines):

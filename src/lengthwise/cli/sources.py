@@ -150,8 +150,8 @@ class KnownLengths:
             problems.append(error)
         raise_problems(problems)
         if takes_steps and self.steps is not None:
-            taken = (self.steps.dataset.lengths[step.ids] for step in islice(self.steps, number))
-            return [(prompt_tokens + own).tolist() for own in taken], context_tokens or longest
+            lengths_of_steps = (self.steps.dataset.lengths[step.ids] for step in islice(self.steps, number))
+            return [(prompt_tokens + own).tolist() for own in lengths_of_steps], context_tokens or longest
         return [drawn_batch(lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
 
     def _refuse_many(self, sequences: int, wanted_tokens: int) -> None:

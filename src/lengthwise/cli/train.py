@@ -239,11 +239,11 @@ def describe_job(job: Job) -> str:
 
 
 def _batch(config: RunConfig) -> str:
-    asked = config.global_batch
+    batch_size = config.global_batch
     return (
-        f"{counted(asked.sequences, 'sequence')} a step"
-        if asked.sequences
-        else f"up to {count(asked.tokens or 0)} tokens a step"
+        f"{counted(batch_size.sequences, 'sequence')} a step"
+        if batch_size.sequences
+        else f"up to {count(batch_size.tokens or 0)} tokens a step"
     )
 
 

@@ -29,13 +29,13 @@ def broadcast_bytes(transport: Transport, data: bytes | None, source: int = 0) -
     if transport.world_size == 1:
         assert data is not None, "the only rank must hold the data"
         return data
-    mine = data if transport.rank == source else b""
-    assert mine is not None, f"rank {source} must hold the data that it sends"
-    size = torch.tensor([len(mine)], dtype=torch.int64)
+    own = data if transport.rank == source else b""
+    assert own is not None, f"rank {source} must hold the data that it sends"
+    size = torch.tensor([len(own)], dtype=torch.int64)
     transport.broadcast(size, source)
     buffer = torch.zeros(int(size), dtype=torch.uint8)
     if transport.rank == source:
-        buffer.numpy()[:] = np.frombuffer(mine, dtype=np.uint8)
+        buffer.numpy()[:] = np.frombuffer(own, dtype=np.uint8)
     if buffer.numel():
         transport.broadcast(buffer, source)
     return buffer.numpy().tobytes()
@@ -123,9 +123,9 @@ def agree(transport: Transport, data: bytes, what: str, remedy: str = _SAME_RUN)
     """Raise RankError on every rank, with the ranks whose `data` differ from rank 0's, if there are any. Collective."""
     if transport.world_size == 1:
         return
-    mine = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
-    everyone = torch.empty(mine.numel() * transport.world_size, dtype=torch.uint8)
-    transport.all_gather(everyone, mine)
+    own = torch.frombuffer(bytearray(hashlib.sha256(data).digest()), dtype=torch.uint8)
+    everyone = torch.empty(own.numel() * transport.world_size, dtype=torch.uint8)
+    transport.all_gather(everyone, own)
     rows = everyone.view(transport.world_size, -1)
     different = [rank for rank in range(transport.world_size) if not torch.equal(rows[rank], rows[0])]
     if different:

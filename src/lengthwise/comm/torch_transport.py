@@ -65,12 +65,12 @@ def transport_wrapper() -> Callable[[Transport, TorchTransport], Transport] | No
 
     It is called with the transport and the world below it. Tests set it to `testing.checked` in each process of a run.
     """
-    asked = os.environ.get(WRAPPER, "")
-    module, _, name = asked.partition(":")
+    setting = os.environ.get(WRAPPER, "")
+    module, _, name = setting.partition(":")
     try:
-        return getattr(import_module(module), name) if asked else None
+        return getattr(import_module(module), name) if setting else None
     except (ImportError, AttributeError, ValueError) as error:
-        got, remedy = f"{asked!r} ({error})", f"Unset {WRAPPER}."
+        got, remedy = f"{setting!r} ({error})", f"Unset {WRAPPER}."
         raise ConfigError(WRAPPER, expected="module:name that can be imported", got=got, remedy=remedy) from None
 
 

@@ -103,22 +103,22 @@ class World:
         The transport depends on them, before the first group is made: each rank adds itself to the count of its GPU.
         """
         store.add("on_gpu", int(self.gpus > 0))
-        mine = f"on {gpu_of(self.device)}" if self.gpus else None
-        if mine is not None and store.add(mine, 1) > 1:
+        own = f"on {gpu_of(self.device)}" if self.gpus else None
+        if own is not None and store.add(own, 1) > 1:
             store.add("sharing", 1)
         if store.add("here", 1) == self.world_size:
             store.set("everyone", "is here")
         store.wait(["everyone"], timeout)
-        device_ranks = self.local_size if mine is None else store.add(mine, 0)
+        device_ranks = self.local_size if own is None else store.add(own, 0)
         return store.add("on_gpu", 0), store.add("sharing", 0) > 0, device_ranks
 
     def _ask(self, host: dist.ProcessGroup) -> tuple[int, bool, int]:
         """Return the same as `_meet` over an existing group: ranks compare digests of their GPUs' names."""
         name = gpu_of(self.device) if self.gpus else f"cpu of {socket.gethostname()}"
         digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
-        mine = torch.tensor([int(self.gpus > 0), digest])
-        rows = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(rows, mine, group=host)
+        own = torch.tensor([int(self.gpus > 0), digest])
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(rows, own, group=host)
         on_gpu, devices = sum(int(row[0]) for row in rows), [int(row[1]) for row in rows]
         return on_gpu, on_gpu > 0 and len(set(devices)) < len(devices), devices.count(digest)
 

@@ -66,13 +66,13 @@ def claim(path: Path, *, what: str) -> TextIO:
     created.
     """
     deadline = time.monotonic() + _FORKS_END_SECONDS
-    while isinstance(held := try_lock(path), str):
-        if not _is_dead(held) or time.monotonic() >= deadline:
-            expected, got = "a folder that no other run is writing", f"one that {held} is writing"
+    while isinstance(locked := try_lock(path), str):
+        if not _is_dead(locked) or time.monotonic() >= deadline:
+            expected, got = "a folder that no other run is writing", f"one that {locked} is writing"
             remedy = "Choose another output, or wait for the end of that run."
             raise OutputError(what, expected=expected, got=got, remedy=remedy)
         time.sleep(0.05)
-    return held
+    return locked
 
 
 def _is_dead(owner: str) -> bool:

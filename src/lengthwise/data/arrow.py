@@ -84,7 +84,7 @@ def _values(row: TokenRow) -> tuple[Any, ...]:
     if row.tokens is None:
         said = error and json.dumps([error.where, error.expected, error.got, error.remedy])
         return _NO_IDS, None, None, row.digest, 0, 0.0, 0, kind, row.origin, name, said
-    return *row.held, row.digest, *row.losses, int(row.tokens.max()), kind, row.origin, name, None
+    return *row.arrays, row.digest, *row.losses, int(row.tokens.max()), kind, row.origin, name, None
 
 
 class Columns:

@@ -151,7 +151,7 @@ class Feed:
     def __init__(self, spec: FeedSpec, run: Runner = map) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         self.born, self._spec, self._run = secrets.token_hex(8), spec, run
-        self._turn = threading.Condition()
+        self._condition = threading.Condition()
         self._rows = OrderedDict[int, tuple[FeedRow, RowArrays | None]]()
         self._ahead, self._ahead_bytes = deque[tuple[int, int]](), 0  # (number, bytes) of rows beyond `_wanted`
         self._first: int | None = None  # number of the first row read
@@ -163,7 +163,7 @@ class Feed:
 
     def describe(self) -> tuple[str, list[Any]]:
         """Return `born` and the identity of the rows; raise DataError, or Problems, if they cannot be read."""
-        with self._turn:  # one rank computes it for all: from Python 3.12 on a cached property has no lock
+        with self._condition:  # one rank computes it for all: from Python 3.12 on a cached property has no lock
             return self.born, self._spec.order.identity
 
     def rows(self, client: int, start: ReadFrom, needed: int, first: int, most: int) -> tuple[str, FeedRows]:
@@ -172,7 +172,7 @@ class Feed:
         needed: first row that this client may still request. start: where to begin to read for it.
         """
         epoch, place = place_of(first)
-        with self._turn:
+        with self._condition:
             if needed < self._least:  # the client goes back
                 self._first, self._least = None, 0
                 self._needed.clear()
@@ -180,7 +180,9 @@ class Feed:
             self._needed[client] = max(needed, self._needed.get(client, 0))
             self._forget()
             self._want(first + most)
-            self._turn.wait_for(lambda: self._next >= first + most or epoch in self._ends or self._error is not None)
+            self._condition.wait_for(
+                lambda: self._next >= first + most or epoch in self._ends or self._error is not None
+            )
             numbers = [number for number in range(first, first + most) if number in self._rows]
             ends = epoch in self._ends and self._ends[epoch] <= place + len(numbers)  # there may be fewer than before
             if self._error is not None and not numbers and not ends:
@@ -190,26 +192,26 @@ class Feed:
     def slices(self, start: ReadFrom, spans: Sequence[RowSpan]) -> tuple[str, TokenSlices]:
         """Return `born` and tokens of rows that `rows` has returned and that are still needed."""
         last = max(number for number, _, _ in spans)
-        with self._turn:
+        with self._condition:
             self._begin(start)
             self._want(last + 1)
-            self._turn.wait_for(lambda: self._next > last or self._error is not None)
+            self._condition.wait_for(lambda: self._next > last or self._error is not None)
             if self._error is not None and last not in self._rows:
                 raise self._error
-            held = [(self._rows[number][1], start, stop) for number, start, stop in spans]
-        return self.born, TokenSlices.of([(each, start, stop) for each, start, stop in held if each is not None])
+            arrays = [(self._rows[number][1], start, stop) for number, start, stop in spans]
+        return self.born, TokenSlices.of([(each, start, stop) for each, start, stop in arrays if each is not None])
 
     @property
     def held_bytes(self) -> int:
         """Memory of the kept rows in bytes, about."""
-        with self._turn:
-            return sum(_bytes_of(held) for _, held in self._rows.values())
+        with self._condition:
+            return sum(_bytes_of(arrays) for _, arrays in self._rows.values())
 
     def close(self) -> None:
         """End the thread, and close the files."""
-        with self._turn:
+        with self._condition:
             reading, self._reading = self._reading, None
-            self._turn.notify_all()
+            self._condition.notify_all()
         if reading is not None:
             reading.join()
         self._spec.order.close()
@@ -236,7 +238,7 @@ class Feed:
         self._wanted = max(self._wanted, stop)
         while self._ahead and self._ahead[0][0] < self._wanted:
             self._ahead_bytes -= self._ahead.popleft()[1]
-        self._turn.notify_all()
+        self._condition.notify_all()
 
     @property
     def _is_over(self) -> bool:
@@ -263,10 +265,10 @@ class Feed:
             got = f"{type(raised).__name__}: {' '.join(str(raised).split())[:300]}"
             remedy = "Correct the cause, then go on from here."
             error = DataError(f"{self._spec.name}, row {place + 1}", expected="tokens", got=got, remedy=remedy)
-        with self._turn:
+        with self._condition:
             if not self._is_over:
                 self._error = error
-                self._turn.notify_all()
+                self._condition.notify_all()
 
     def _blocks(self, epoch: int, place: int, mark: Any) -> Iterator[SourceBlock]:
         """Yield the blocks of epoch after epoch."""
@@ -281,27 +283,27 @@ class Feed:
 
     def _end(self, epoch: int, place: int) -> bool:
         """Note the end of an epoch; return True if more rows are needed."""
-        with self._turn:
+        with self._condition:
             if not self._is_over:
                 self._ends[epoch], self._next = place, row_number(epoch + 1, 0)
-                self._turn.notify_all()
+                self._condition.notify_all()
             return not self._is_over
 
     def _add(self, number: int, row: TokenRow) -> bool:
         """Keep a row and wait for room for the next; return True if more rows are needed."""
-        held = None if row.tokens is None else row.held
-        size, may_go_on = _bytes_of(held), self._may_go_on
-        with self._turn:
+        arrays = None if row.tokens is None else row.arrays
+        size, may_go_on = _bytes_of(arrays), self._may_go_on
+        with self._condition:
             if self._is_over:
                 return False
             self._next = number + 1
             if number >= self._least:
-                self._rows[number] = FeedRow.of(row), held
+                self._rows[number] = FeedRow.of(row), arrays
             if number >= self._wanted:
                 self._ahead.append((number, size))
                 self._ahead_bytes += size
-            self._turn.notify_all()
-            self._turn.wait_for(may_go_on)
+            self._condition.notify_all()
+            self._condition.wait_for(may_go_on)
             return not self._is_over
 
     def _may_go_on(self) -> bool:
@@ -310,9 +312,9 @@ class Feed:
         return self._is_over or has_room or self._next < self._wanted
 
 
-def _bytes_of(held: RowArrays | None) -> int:
+def _bytes_of(arrays: RowArrays | None) -> int:
     """Return the memory of a row in bytes, about."""
-    return _ROW_BYTES + sum(each.nbytes for each in held or () if each is not None)
+    return _ROW_BYTES + sum(each.nbytes for each in arrays or () if each is not None)
 
 
 FeedClient = Callable[..., Callable[[], Any]]

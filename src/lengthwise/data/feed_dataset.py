@@ -110,7 +110,7 @@ class FeedDataset:
         """Numbers of rows left out so far, in words."""
         return ", ".join(f"{number} {kind}" for kind, number in self.skipped.items())
 
-    def batches(self, asked: GlobalBatch, start: Position = (0, 0)) -> Iterator[Batch]:
+    def batches(self, batch_size: GlobalBatch, start: Position = (0, 0)) -> Iterator[Batch]:
         """Yield the batches that `Batches` would, without end, from a position on."""
         (epoch, place), step = start[:2], 0
         for old in (self._rows, self._steps, self._read_from):
@@ -119,7 +119,7 @@ class FeedDataset:
         self._read_from.append(self._order.read_from(epoch, place))
         while True:
             is_empty = place == 0
-            for rows, (end_epoch, end) in self._cut(epoch, place, asked):
+            for rows, (end_epoch, end) in self._cut(epoch, place, batch_size):
                 step, is_empty, ids = step + 1, False, [placed.id for placed in rows]
                 self._check_losses(ids)
                 self._add_step(rows)
@@ -132,16 +132,18 @@ class FeedDataset:
                 raise DataError("data", expected="at least one sequence to train on", got=got, remedy=remedy)
             epoch, place = epoch + 1, 0
 
-    def _cut(self, epoch: int, place: int, asked: GlobalBatch) -> Iterator[tuple[list[PlacedRow], tuple[int, int]]]:
+    def _cut(
+        self, epoch: int, place: int, batch_size: GlobalBatch
+    ) -> Iterator[tuple[list[PlacedRow], tuple[int, int]]]:
         """Yield (rows of a step, (epoch, place) of the next step) from a place to the end of the epoch."""
         step, tokens = list[PlacedRow](), 0
-        for at, placed in self._order.rows(epoch, place, asked.sequences or _ROWS_AT_ONCE, self._request):
+        for at, placed in self._order.rows(epoch, place, batch_size.sequences or _ROWS_AT_ONCE, self._request):
             row = placed.row
             if not row.length and row.error is None:
                 self.skipped[row.kind] += 1
                 continue
             tokens += row.length
-            if step and asked.tokens is not None and (row.error is not None or tokens > asked.tokens):
+            if step and batch_size.tokens is not None and (row.error is not None or tokens > batch_size.tokens):
                 yield step, (epoch, at)
                 step, tokens = [], row.length
             if row.error is not None:
@@ -150,7 +152,7 @@ class FeedDataset:
                 placed.is_weighed = before.is_weighed
             self._rows[placed.id] = placed
             step.append(placed)
-            if len(step) == asked.sequences:
+            if len(step) == batch_size.sequences:
                 yield step, (epoch, at + 1)
                 step = []
         if step:
@@ -332,8 +334,8 @@ class FeedSteps:
     @property
     def most_tokens(self) -> int:
         """Largest possible number of tokens of a global batch."""
-        longest, asked = int(self.known.lengths.max()), self.config.global_batch
-        return longest * (asked.sequences or 1) if asked.tokens is None else max(longest, asked.tokens)
+        longest, batch_size = int(self.known.lengths.max()), self.config.global_batch
+        return longest * (batch_size.sequences or 1) if batch_size.tokens is None else max(longest, batch_size.tokens)
 
     def after(self, step: int, position: Position | None) -> Iterator[Batch]:
         """Yield the steps after the first `step`; if `position` is None, read these again."""

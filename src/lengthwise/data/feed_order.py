@@ -127,13 +127,13 @@ class GlobalShuffle:
         order, feeds, own = self._order(epoch)
         while place < len(order):
             which = feeds[place : place + most]
-            asked = [
+            requests = [
                 (feed, row_number(epoch, int(np.searchsorted(own[feed], place))), int(np.count_nonzero(which == feed)))
                 for feed in np.unique(which).tolist()
             ]
             received = {
                 feed: enumerate(rows, start=number)
-                for (feed, number, _), (rows, _) in zip(asked, request(asked), strict=True)
+                for (feed, number, _), (rows, _) in zip(requests, request(requests), strict=True)
             }
             for feed in which.tolist():
                 number, row = next(received[feed])

@@ -30,17 +30,17 @@ def hub_files(name: str, *, subset: str | None, split: str, revision: str | None
     return files
 
 
-def hub_stream(asked: Mapping[str, Any], split: str, where: str) -> tuple[Callable[[], Any], list[Any]]:
+def hub_stream(arguments: Mapping[str, Any], split: str, where: str) -> tuple[Callable[[], Any], list[Any]]:
     """Return (function that makes the streaming dataset of a split, its files with their versions).
 
-    asked: arguments of `datasets.load_dataset_builder`.
+    arguments: arguments of `datasets.load_dataset_builder`.
     """
     import datasets
 
-    of_hub = "data_files" not in asked
+    of_hub = "data_files" not in arguments
     remedy = "Correct dataset, subset, split, revision or path, or see that its machine answers."
     with _library(where, remedy, of_hub=of_hub):
-        builder: Any = datasets.load_dataset_builder(**asked)
+        builder: Any = datasets.load_dataset_builder(**arguments)
         builder.as_streaming_dataset(split=split)
         files = (builder.config.data_files or {}).get(split, [])
         versions = getattr(files, "origin_metadata", [])

@@ -121,14 +121,14 @@ class _Library:
         self._shown = printable_name(url or f"{source.dataset}:{source.split}")
         if url is None:
             assert source.dataset is not None, "a source of the library is a dataset or a URL"
-            asked: dict[str, Any] = {"path": source.dataset, "name": source.subset, "revision": source.revision}
+            arguments: dict[str, Any] = {"path": source.dataset, "name": source.subset, "revision": source.revision}
         else:
             kind = next((kind for kind, ending in _KINDS.items() if re.search(rf"{ending}(\?|$)", url.lower())), None)
             if kind is None:
                 expected, remedy = "a URL of .jsonl, .jsonl.gz, .jsonl.zst, .parquet or .arrow", "Name such files."
                 raise DataError(self._shown, expected=expected, got="another ending", remedy=remedy)
-            asked = {"path": kind, "data_files": [url]}
-        self._dataset, self.identity = hub_stream(asked, source.split or "train", self._shown)
+            arguments = {"path": kind, "data_files": [url]}
+        self._dataset, self.identity = hub_stream(arguments, source.split or "train", self._shown)
 
     def blocks(self, mark: Any) -> Iterator[SourceBlock]:
         (number, state), reading = mark or (0, None), self._dataset()

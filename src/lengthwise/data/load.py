@@ -90,7 +90,7 @@ def first_rows(
     on_bad_row: Callable[[DataError], None] = lambda _error: None,
 ) -> StoredDataset:
     """Read the first `sequences` rows or `tokens` tokens of a stream."""
-    builder, loaded, read, held = DatasetBuilder(), functools.cache(tokenizer), 0, 0
+    builder, loaded, read, num_tokens = DatasetBuilder(), functools.cache(tokenizer), 0, 0
     keys = [f"data.{number}" for number in range(len(sources))]
     tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
     for row in (row for block in StreamOrder(sources).blocks() for row in tokenizing.rows(block)):
@@ -101,8 +101,8 @@ def first_rows(
         _take(row, builder, on_bad_row)
         if row.tokens is None:
             continue
-        read, held = read + 1, held + len(row.tokens)
-        if read == sequences or (tokens is not None and held >= tokens):
+        read, num_tokens = read + 1, num_tokens + len(row.tokens)
+        if read == sequences or (tokens is not None and num_tokens >= tokens):
             break
     if not read:
         where, expected = "data", "at least one sequence to train on"
@@ -114,7 +114,7 @@ def _take(row: TokenRow, builder: DatasetBuilder, on_bad_row: Callable[[DataErro
     if row.tokens is None:
         builder.skip(row.kind)
     else:
-        builder.add(*row.held)
+        builder.add(*row.arrays)
     if row.kind == BAD and row.error is not None:
         on_bad_row(row.error)
 

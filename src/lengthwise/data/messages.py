@@ -118,8 +118,8 @@ def _alpaca(values: Mapping[str, Any], where: str) -> list[Any]:
     right = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
     if not right or not all(isinstance(text, str) for pair in pairs for text in pair):
         raise refuse_row(where, '"history" to be a list of pairs of texts', shown(pairs))
-    asked = "\n\n".join(filter(None, (instruction, more)))
-    texts = [*(text for pair in pairs for text in pair), asked, output]
+    question = "\n\n".join(filter(None, (instruction, more)))
+    texts = [*(text for pair in pairs for text in pair), question, output]
     return [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(texts)]
 
 

@@ -157,8 +157,8 @@ def prepare_folder(
             return read_prepared(out), True
         out.parent.mkdir(parents=True, exist_ok=True)
         lock = out.parent / f".{out.name}.lock"
-        held = _hold(lock, out, plan, wait_seconds)
-        if held is None:
+        locked = _hold(lock, out, plan, wait_seconds)
+        if locked is None:
             return read_prepared(out), True
         try:
             if _is_there(out, plan, overwrite=overwrite):  # the process that held the lock has prepared it
@@ -167,7 +167,7 @@ def prepare_folder(
             return _prepare(plan, out, run, on_progress, part_bytes), False
         finally:
             lock.unlink(missing_ok=True)
-            held.close()
+            locked.close()
     except OSError as error:
         got = f"{error.strerror or error} at {error.filename or out}"
         remedy = "Make room or choose another folder; the same command then continues with what is prepared."
@@ -177,20 +177,20 @@ def prepare_folder(
 def _hold(lock: Path, out: Path, plan: ToPrepare, wait_seconds: float | None) -> Any:
     """Return the lock once this process holds it; None if another process has prepared the folder meanwhile."""
     seen, still = set[Any](), 0.0
-    while isinstance(held := try_lock(lock), str):
+    while isinstance(locked := try_lock(lock), str):
         if wait_seconds is None:
-            expected, got = "a folder that nobody else prepares", f"one that {held} is writing"
+            expected, got = "a folder that nobody else prepares", f"one that {locked} is writing"
             raise OutputError(str(out), expected=expected, got=got, remedy="Wait for its end, or choose another.")
         before, seen = seen, files_in(_unfinished(out))
         still = still + _LOOK_SECONDS if seen == before else 0.0
         if still > wait_seconds:
-            expected = f"{_together(plan)} to be prepared, which {held} is doing, with progress in {wait_seconds:g} s"
+            expected = f"{_together(plan)} to be prepared, which {locked} is doing, with progress in {wait_seconds:g} s"
             remedy = "Raise {timeout_seconds}, or prepare the data first: lengthwise prepare."
             raise RankError("start, preparing data", expected=expected, got="none", remedy=remedy)
         time.sleep(_LOOK_SECONDS)
         if _is_there(out, plan, overwrite=True):
             return None
-    return held
+    return locked
 
 
 def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
@@ -284,15 +284,15 @@ def _write(
         plan.tokenizing.run(run, listed_blocks(plan.listings, mark), _packed, _TASK_BYTES)
     ) as tables:
         while (first := next(tables, None)) is not None:
-            path, held, most = folder / f"rows-{len(paths):06d}.arrow", 0, part_bytes << len(paths) // _FILES
+            path, num_bytes, most = folder / f"rows-{len(paths):06d}.arrow", 0, part_bytes << len(paths) // _FILES
             now = progress(first[1])
             with path.open("wb") as file, pa.ipc.new_stream(file, schema()) as out:
                 for table, last in chain([first], tables):
                     out.write_table(table)
                     mark, now = last.mark, progress(last)
                     on_progress(now)
-                    held += table.nbytes
-                    if held >= most:
+                    num_bytes += table.nbytes
+                    if num_bytes >= most:
                         break
             sync(path)
             noted = _noted(path)

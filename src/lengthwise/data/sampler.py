@@ -119,7 +119,7 @@ class Batches:
         if not self._is_weighted:
             return epoch_order(self._ids, seed=self._config.seed, epoch=epoch)
         rows = len(self._lengths)
-        places = [self._taken(epoch, number) for number in range(len(self._weights))]
+        places = [self._ids_of_source(epoch, number) for number in range(len(self._weights))]
         return epoch_order(np.concatenate(places), seed=self._config.seed, epoch=epoch) % rows
 
     @property
@@ -135,10 +135,10 @@ class Batches:
     @property
     def most_tokens(self) -> int:
         """Largest possible number of tokens of a global batch."""
-        lengths, asked = np.sort(self._lengths[self._ids])[::-1], self._config.global_batch
-        if asked.tokens is not None:
-            return max(int(lengths[0]), asked.tokens)
-        return int(np.repeat(lengths[: asked.sequences], self.most_copies)[: asked.sequences].sum())
+        lengths, batch_size = np.sort(self._lengths[self._ids])[::-1], self._config.global_batch
+        if batch_size.tokens is not None:
+            return max(int(lengths[0]), batch_size.tokens)
+        return int(np.repeat(lengths[: batch_size.sequences], self.most_copies)[: batch_size.sequences].sum())
 
     def drawn_lengths(self, most: int) -> np.ndarray:
         """Return the lengths of at most `most` rows that the run draws first, sorted by row."""
@@ -156,7 +156,7 @@ class Batches:
             rows = f"sequences {', '.join(map(str, first.ids[:10]))}{' ...' if len(first.ids) > 10 else ''}"
             raise no_loss(where, rows)
 
-    def _taken(self, epoch: int, number: int) -> np.ndarray:
+    def _ids_of_source(self, epoch: int, number: int) -> np.ndarray:
         """Return the ids that an epoch takes of a source; the n-th repetition of id i is i + n x (number of rows)."""
         (first, weight), rows = self._weights[number], len(self._lengths)
         last = self._weights[number + 1][0] if number + 1 < len(self._weights) else rows

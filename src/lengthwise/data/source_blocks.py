@@ -87,13 +87,13 @@ class BlockGroup(tuple[SourceBlock, ...]):
 
 def together(blocks: Iterator[SourceBlock], task_bytes: int) -> Iterator[BlockGroup]:
     """Yield groups of blocks of at least `task_bytes`."""
-    found, held = list[SourceBlock](), 0
+    found, num_bytes = list[SourceBlock](), 0
     for block in blocks:
         found.append(block)
-        held += block.num_bytes
-        if held >= task_bytes or block.kind == "end":
+        num_bytes += block.num_bytes
+        if num_bytes >= task_bytes or block.kind == "end":
             yield BlockGroup(found)
-            found, held = [], 0
+            found, num_bytes = [], 0
     if found:
         yield BlockGroup(found)
 

@@ -192,12 +192,12 @@ def parts_of(listing: Listing, most_bytes: int) -> list[Listing]:
 
 def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
     """Yield [first, last) of runs of about `most` bytes."""
-    first = held = 0
+    first = num_bytes = 0
     for number, size in enumerate(sizes):
-        held += size
-        if held >= most or number == len(sizes) - 1:
+        num_bytes += size
+        if num_bytes >= most or number == len(sizes) - 1:
             yield first, number + 1
-            first, held = number + 1, 0
+            first, num_bytes = number + 1, 0
 
 
 @contextmanager

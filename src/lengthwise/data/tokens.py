@@ -53,7 +53,7 @@ class TokenRow:
     mark: Any = None
 
     @property
-    def held(self) -> RowArrays:
+    def arrays(self) -> RowArrays:
         """Ids, labels and weights of a row with tokens."""
         assert self.tokens is not None, self
         return self.tokens, self.labels, self.weights
@@ -61,7 +61,7 @@ class TokenRow:
     @property
     def losses(self) -> tuple[int, float]:
         """(number of loss tokens, sum of their weights) of a row with tokens."""
-        ids, labels, weights = self.held
+        ids, labels, weights = self.arrays
         losses = len(ids) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
         return losses, float(losses) if weights is None else sum_of_weights(weights)
 
@@ -99,7 +99,7 @@ class Tokenizing:
         rows = [row for block in blocks for row in self.rows(block)]
         for row in rows:
             if row.tokens is not None:
-                row.digest = row_digest(*row.held)
+                row.digest = row_digest(*row.arrays)
         return pack(rows)
 
     def rows(self, block: SourceBlock) -> Iterator[TokenRow]:

@@ -191,19 +191,19 @@ class RankProfiler:
     def time_in_turns(self, runs: Sequence[ProfiledRun]) -> list[Sample]:
         """Run all of these and the step's end in turns while time is left; return samples, ends last."""
         timed = [self._timed(run) for run in runs]
-        took: list[list[tuple[float, float, float]]] = [[] for _ in runs]
+        measured: list[list[tuple[float, float, float]]] = [[] for _ in runs]
         end_took: list[tuple[float, float, float]] = []
         self._end()
         rounds = 0
         while self._agreed(rounds < _LEAST_ROUNDS or self._has_time(rounds)):
-            for times, each in zip(took, timed, strict=True):
+            for times, each in zip(measured, timed, strict=True):
                 self._meet()
                 times.append(each())
             self._meet()
             end_took.append(self._end())
             rounds += 1
-        mine = torch.tensor([[pair for times in took for pair in times]], dtype=torch.float64)
-        shared = self._shared(mine.reshape(len(runs), rounds, 3))
+        own = torch.tensor([[pair for times in measured for pair in times]], dtype=torch.float64)
+        shared = self._shared(own.reshape(len(runs), rounds, 3))
         ends = self._shared(torch.tensor(end_took, dtype=torch.float64))
         clock = self._settings.clock
         return [sample_of(run, shared[:, number], clock) for number, run in enumerate(runs)] + end_samples(ends, clock)
@@ -347,10 +347,10 @@ class RankProfiler:
     def _agreed(self, yes: bool) -> bool:
         return bool(share_numbers(self._plain, [float(yes)]).all())
 
-    def _shared(self, mine: Tensor) -> np.ndarray:
-        everyone = torch.empty(self._world.world_size * mine.numel(), dtype=torch.float64)
-        self._plain.all_gather(everyone, mine.contiguous().view(-1))
-        return everyone.view(self._world.world_size, *mine.shape).numpy()
+    def _shared(self, own: Tensor) -> np.ndarray:
+        everyone = torch.empty(self._world.world_size * own.numel(), dtype=torch.float64)
+        self._plain.all_gather(everyone, own.contiguous().view(-1))
+        return everyone.view(self._world.world_size, *own.shape).numpy()
 
 
 def _run_embedding(model: Any, ids: Tensor) -> None:

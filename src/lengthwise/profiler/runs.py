@@ -84,12 +84,12 @@ def _plan(tokens: tuple[int, ...], pieces: Sequence[Piece], ranks: int, layers: 
     return Plan(ranks=ranks, layers=layers, capacity=_NO_CAPACITY, tokens=tokens, microbatches=microbatches)
 
 
-def sample_of(run: ProfiledRun, took: np.ndarray, clock: Clock) -> Sample:
-    """Return the sample of a run. took: seconds, [ranks, rounds, (all, waits, forward)]."""
+def sample_of(run: ProfiledRun, seconds: np.ndarray, clock: Clock) -> Sample:
+    """Return the sample of a run. seconds: [ranks, rounds, (all, waits, forward)]."""
     if run.kind == "ring":
         assert run.plan is not None, run
-        took = took[list(run.plan.microbatches[0].ranks)]
-    whole, waited, forward = np.moveaxis(took, 2, 0)
+        seconds = seconds[list(run.plan.microbatches[0].ranks)]
+    whole, waited, forward = np.moveaxis(seconds, 2, 0)
     if run.kind in ("local", "block", "copy", "embedding", "head"):
         return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
     if clock == "wall":

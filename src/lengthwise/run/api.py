@@ -143,11 +143,7 @@ def verify(
 
 
 def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
-    """Read a plan file and check that it is a plan for this batch on these ranks.
-
-    Raises:
-        PlanError: it is not, or this version cannot run it.
-    """
+    """Read a plan file; PlanError unless it is a plan for this batch on these ranks that this version can run."""
     try:
         text = read_plan_text(path)
     except (OSError, UnicodeDecodeError) as error:

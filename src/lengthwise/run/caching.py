@@ -94,11 +94,11 @@ def data_cache(
     tokenizer_name: str, tokenizer: Callable[[], Tokenizer], vocab_size: int | None, timeout_seconds: float
 ) -> DataCache | None:
     """Return the cache of this user; None if it is off."""
-    asked = os.environ.get(VARIABLE, "")
-    if asked == "off":
+    setting = os.environ.get(VARIABLE, "")
+    if setting == "off":
         return None
     usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lengthwise"
-    folder = Path(os.path.abspath(os.path.expanduser(asked or usual)))
+    folder = Path(os.path.abspath(os.path.expanduser(setting or usual)))
     return DataCache(
         folder=folder,
         tokenizer_name=tokenizer_name,

@@ -43,7 +43,7 @@ class Checkpoints:
     ) -> None:
         self._config, self._writer, self._optimizer = config, writer, optimizer
         self._transport, self._saved = writer.transport, optimizer.parameters.saved
-        self._asked, self._note, self._data, self._lines = config.checkpoint, note, data, lines
+        self._settings, self._note, self._data, self._lines = config.checkpoint, note, data, lines
         self._folder = CheckpointFolder(config.output / FOLDER)
         self._failures = 0  # consecutive
         self._last = time.monotonic()
@@ -51,14 +51,14 @@ class Checkpoints:
     @property
     def asks(self) -> float:
         """1 if a checkpoint is due by the time since the last one, else 0; rank 0's value decides."""
-        minutes = self._asked.every_minutes if self._asked is not None else 0
+        minutes = self._settings.every_minutes if self._settings is not None else 0
         return float(minutes > 0 and time.monotonic() - self._last >= 60 * minutes)
 
     def is_due(self, step: int, *, asked: bool) -> bool:
         """Return whether a checkpoint follows `step`. asked: rank 0's `asks`, or True at the end of the run."""
-        if self._asked is None:
+        if self._settings is None:
             return False
-        return asked or (self._asked.every_steps > 0 and step % self._asked.every_steps == 0)
+        return asked or (self._settings.every_steps > 0 and step % self._settings.every_steps == 0)
 
     def save(
         self, step: int, *, first_loss: float, loss: float, skipped: int, position: Position | None = None
@@ -67,7 +67,7 @@ class Checkpoints:
 
         skipped: number of steps without an update. position: as in `RunManifest`.
         """
-        assert self._asked is not None, "the run saves checkpoints"
+        assert self._settings is not None, "the run saves checkpoints"
         self._last = time.monotonic()
 
         def manifest_of(state: dict[str, Any]) -> RunManifest:
@@ -83,15 +83,15 @@ class Checkpoints:
             )
 
         self._writer.save(self._folder.at(step), step, self._optimizer, manifest_of, ended=self._take)
-        if not self._asked.background:
+        if not self._settings.background:
             self._writer.finish()
 
     def _take(self, ended: Ended) -> None:
         """Remove old checkpoints after a successful write; note a failed one."""
         self._failures = self._failures + 1 if ended.error else 0
         if ended.error is None:
-            if self._transport.rank == 0 and self._asked is not None:
-                self._folder.keep_last(self._asked.keep_last)
+            if self._transport.rank == 0 and self._settings is not None:
+                self._folder.keep_last(self._settings.keep_last)
             return
         self._note(f"the checkpoint after step {ended.step} was not written: {ended.error}")
         if self._failures >= _MOST_FAILURES:

@@ -61,13 +61,13 @@ def settle(config: RunConfig, *, gpus: int) -> tuple[RunConfig, Mapping[str, str
 
 
 def _settled_optimizer(
-    asked: OptimizerConfig, rate: float, *, loads: bool, start: str
+    optimizer: OptimizerConfig, rate: float, *, loads: bool, start: str
 ) -> tuple[OptimizerConfig, dict[str, str]]:
-    schedule = asked.schedule or ("cosine" if loads else "constant")
+    schedule = optimizer.schedule or ("cosine" if loads else "constant")
     warmup = LOADED_WARMUP if loads and schedule != "constant" else 0
     filled = {"lr": rate, "schedule": schedule, "warmup_steps": warmup}
-    filled = {key: value for key, value in filled.items() if getattr(asked, key) is None}
-    return asked.model_copy(update=filled), dict.fromkeys(filled, f"the default for {start}")
+    filled = {key: value for key, value in filled.items() if getattr(optimizer, key) is None}
+    return optimizer.model_copy(update=filled), dict.fromkeys(filled, f"the default for {start}")
 
 
 def _loads_weights(config: RunConfig) -> bool:
@@ -160,8 +160,8 @@ def _read_data(
 
     meanwhile, steps, served = config.data[0].comes_meanwhile and not one_batch, None, None
     if one_batch and config.data[0].streaming:
-        asked = config.global_batch.model_dump()
-        known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **asked))
+        batch_size = config.global_batch.model_dump()
+        known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **batch_size))
     elif meanwhile:
         known = longest_rows(config.data)
         served = attempt(lambda: _fed_dataset(config, tokenizer, vocab_size))

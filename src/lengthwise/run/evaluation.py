@@ -81,8 +81,8 @@ class Evaluation:
 
     def after(self, number: int) -> None:
         """Evaluate after step `number` if an evaluation is due, and keep the model if it is the best. Collective."""
-        asked = self._rank.job.config.eval
-        if asked is None or (number % asked.every_steps and number != self._num_steps):
+        settings = self._rank.job.config.eval
+        if settings is None or (number % settings.every_steps and number != self._num_steps):
             return
         name = f"evaluation after step {number}"
         self._rank.engine.transport.phase = f"{name}, start"

@@ -108,8 +108,8 @@ class Job:
             return False
         device = _ANY_GPU if self.gpus else "cpu"  # the same on all ranks, whose devices may differ
         is_long = self._seconds_of_a_step(device) * self.num_steps > _MEASURED_RUN * MEASURING_SECONDS
-        asked = self.config.measurements
-        return asked == MEASURE_AT_START or (asked is None and is_long and self.steps.is_known)
+        measurements = self.config.measurements
+        return measurements == MEASURE_AT_START or (measurements is None and is_long and self.steps.is_known)
 
     @property
     def estimated_step_seconds(self) -> float:
@@ -117,8 +117,8 @@ class Job:
         return self._seconds_of_a_step(self.hardware)
 
     def _seconds_of_a_step(self, device: str) -> float:
-        lengths, asked = self.steps.drawn_lengths(_PRICED_ROWS), self.config.global_batch
-        sequences = asked.sequences or asked.tokens / lengths.mean()
+        lengths, batch_size = self.steps.drawn_lengths(_PRICED_ROWS), self.config.global_batch
+        sequences = batch_size.sequences or batch_size.tokens / lengths.mean()
         trained = self.trained
         cost = base_cost(trained.shape, device, precision=self.config.precision, adapters=trained.trained)
         once = float(cost.compute_seconds(lengths).sum()) / len(lengths)

@@ -52,11 +52,11 @@ def train_rank(
     All problems of output, model and data are one error, the same on all ranks. After a NumericError no model is saved.
     """
     config = start.config
-    with ExitStack() as ending, ExitStack() as stack:
+    with ExitStack() as cleanup, ExitStack() as stack:
         process = None if world.rank else stack.enter_context(PlannerProcess(forks=world.rendezvous is not None))
         folder = RunFolder(config.output, lambda line: call_back(callbacks, "on_note", line))
-        hearing = () if world.rank else (folder, *callbacks)
-        say, show = partial(call_back, hearing, "on_note"), partial(call_back, hearing, "on_phase")
+        listeners = () if world.rank else (folder, *callbacks)
+        say, show = partial(call_back, listeners, "on_note"), partial(call_back, listeners, "on_phase")
 
         def note_phase(phase: str) -> None:
             on_phase(phase)
@@ -65,8 +65,8 @@ def train_rank(
         def read() -> Job:
             problems, found = Collector(), None
             if not world.rank:
-                asked = {"overwrite": overwrite, "resume": resume, "accept_changes": accept_changes}
-                found = problems.attempt(lambda: _claim(config, stack, **asked))
+                options = {"overwrite": overwrite, "resume": resume, "accept_changes": accept_changes}
+                found = problems.attempt(lambda: _claim(config, stack, **options))
             job = problems.attempt(lambda: start.job(resume=found, before_model=world.claim_device))
             problems.raise_all()
             assert job is not None, "a job that was not made must have been a problem"
@@ -80,26 +80,26 @@ def train_rank(
         agree_on_data(transport, job)
         transport.phase = "start, what to go on from"
         stop = StopRequest(ends_at_the_second=_is_alone(world), announces=_is_alone(world))
-        ending.enter_context(stop.listening())  # first, so that a signal while the rest ends still saves
+        cleanup.enter_context(stop.listening())  # first, so that a signal while the rest ends still saves
         job = replace(job, resume=shared_resume(job.resume, config, transport))
         show("")
         if (finished := _finished(job, transport)) is not None:
-            call_back(hearing, "on_end", finished)
+            call_back(listeners, "on_end", finished)
             transport.close()
             return finished
-        call_back(hearing, "on_start", job)
+        call_back(listeners, "on_start", job)
         for line in (*_restarted(world, job), *said):
             say(line)
         trackers = stack.enter_context(Trackers(job, say))
-        hearing = () if world.rank else (*hearing, trackers)
-        with _serving_rows(job, world, transport, say, ending):
-            run = set_up(job, world, transport, process, hearing, stop, folder)
+        listeners = () if world.rank else (*listeners, trackers)
+        with _serving_rows(job, world, transport, say, cleanup):
+            run = set_up(job, world, transport, process, listeners, stop, folder)
             try:
                 result = train_steps(run)
             finally:
                 run.close()
         transport.close()
-        call_back(hearing, "on_end", result)
+        call_back(listeners, "on_end", result)
         if config.report_to:
             note_phase("the end of the reports to trackers")
         return result
@@ -171,7 +171,7 @@ def _is_alone(world: World) -> bool:
 
 @contextmanager
 def _serving_rows(
-    job: Job, world: World, transport: Transport, say: Callable[[str], None], ending: ExitStack
+    job: Job, world: World, transport: Transport, say: Callable[[str], None], cleanup: ExitStack
 ) -> Iterator[None]:
     """Start the feeds of streamed or remote data for the block, if the run has such data. Collective."""
     key: Any = job.config.data[0].comes_meanwhile
@@ -180,7 +180,7 @@ def _serving_rows(
         return
     dataset: Any = job.dataset
     rank = FeedRank(
-        dataset=dataset, world=world, transport=transport, timeout_seconds=job.timeout_seconds, say=say, ending=ending
+        dataset=dataset, world=world, transport=transport, timeout_seconds=job.timeout_seconds, say=say, cleanup=cleanup
     )
     with _FEEDS[key](rank):
         yield

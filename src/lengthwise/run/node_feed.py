@@ -49,9 +49,9 @@ def tokenizing_processes(ranks: int, cores: int) -> int:
 class FeedRank:
     """A rank that takes the rows of `dataset` from feeds.
 
-    say: function that is called with lines for the user. ending: stack that ends the processes this rank starts. A rank
-    with an error should close it last: the other ranks fail without the processes, and the launcher then gives this
-    rank a few seconds to report its error.
+    say: function that is called with lines for the user. cleanup: stack that ends the processes this rank starts. A
+    rank with an error should close it last: the other ranks fail without the processes, and the launcher then gives
+    this rank a few seconds to report its error.
     """
 
     dataset: FeedDataset
@@ -59,7 +59,7 @@ class FeedRank:
     transport: Transport
     timeout_seconds: float
     say: Callable[[str], None]
-    ending: contextlib.ExitStack
+    cleanup: contextlib.ExitStack
 
     def attach(self, clients: Sequence[FeedClient], number: int, files: str) -> None:
         """Use these clients; check that the ranks agree on the files, which errors call `files`. Collective."""
@@ -81,7 +81,7 @@ def node_feed(rank: FeedRank) -> Iterator[None]:
     where, started, error = f"rank {transport.rank}, {transport.phase}", None, None
     if not world.local_rank:
         try:
-            started = rank.ending.enter_context(_Process(path, replace(dataset.specs[0], clients=ranks), processes))
+            started = rank.cleanup.enter_context(_Process(path, replace(dataset.specs[0], clients=ranks), processes))
         except OSError as raised:
             remedy = "See what it printed, and that TMPDIR is a folder of this machine."
             error = RankError(where, expected="a process that reads the stream", got=f"{raised}", remedy=remedy)
@@ -115,7 +115,7 @@ class _Process:
 
     def __init__(self, path: Path, spec: FeedSpec, processes: int) -> None:
         self._path, self._spec, self._processes = path, pickle.dumps(spec), processes
-        self._turn, self._is_over = threading.Lock(), False
+        self._lock, self._is_over = threading.Lock(), False
         self.why = "no socket to ask it at"  # the reason why it does not answer
 
     def __enter__(self) -> _Process:
@@ -148,7 +148,7 @@ class _Process:
             status = self._process.wait()
             how = f"signal {-status}" if status < 0 else f"status {status}"
             soon = soon + 1 if time.monotonic() - self._began < _SOON_SECONDS else 1
-            with self._turn:
+            with self._lock:
                 if self._is_over:
                     return
                 self._process.communicate()  # closes its input
@@ -173,7 +173,7 @@ class _Process:
         shutil.rmtree(self._path.parent, ignore_errors=True)
 
     def __exit__(self, *_: object) -> None:
-        with self._turn:
+        with self._lock:
             self._process.kill()
             self._close()
         self._watching.join()

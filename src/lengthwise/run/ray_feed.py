@@ -39,12 +39,12 @@ def ray_feed(rank: FeedRank) -> Iterator[None]:
         expected, got = "ranks of a process without Ray, which does not survive a fork", "one that has imported it"
         remedy = "Call `train` from a process that has not, use the command line, or torchrun."
         raise RankError(f"rank {transport.rank}, {transport.phase}", expected=expected, got=got, remedy=remedy)
-    mine, made = not _is_connected(), list[Any]()
+    owns_ray, actors = not _is_connected(), list[Any]()
     try:
         error, message = None, {}
         if not transport.rank:
             try:
-                message = _begin(dataset, made, transport.world_size, local=mine)
+                message = _begin(dataset, actors, transport.world_size, local=owns_ray)
             except Exception as raised:  # noqa: BLE001 - whatever it is, all ranks end with it
                 error = _no_ray(transport, raised)
         found = json.loads(broadcast_bytes(transport, json.dumps(message).encode() if not transport.rank else None))
@@ -55,11 +55,11 @@ def ray_feed(rank: FeedRank) -> Iterator[None]:
         rank.say(f"remote: {counted(len(clients), 'actor')}, Ray at {found['address']}")
         yield
         transport.phase = "end, actors of remote data"
-        if transport.rank and mine:
+        if transport.rank and owns_ray:
             _disconnect()
         share_numbers(transport, [0.0])  # rank 0, which may own the Ray, is the last to leave
     finally:
-        if mine:
+        if owns_ray:
             _disconnect()
 
 

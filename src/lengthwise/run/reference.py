@@ -67,10 +67,10 @@ def plain_gradients(
     together = sum(each.sum(dtype=torch.float64).item() for each in weights)
     with keep_double(dtype):
         router_loss, router_gradients = plain_balance(model, len(sequences), run)
-        for number, (asked, from_routers) in enumerate(zip(labels, router_gradients, strict=True)):
+        for number, (targets, from_routers) in enumerate(zip(labels, router_gradients, strict=True)):
             on_phase(f"sequence {number + 1}/{len(sequences)}")
             output = run(number)
-            loss = token_loss(output.logits[0, :-1], asked[1:], weights[number])
+            loss = token_loss(output.logits[0, :-1], targets[1:], weights[number])
             routers = output.router_logits if from_routers else ()
             torch.autograd.backward([loss / together, *routers], [torch.ones_like(loss), *from_routers])
             loss_sum += loss.item()

@@ -129,10 +129,10 @@ def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
         expected, got = f"seed {manifest.run.get('seed')}, which may have drawn the frozen weights", f"{config.seed}"
         remedy = "Restore `seed`; to change the order of the data, change the data."
         raise OutputError(str(folder), expected=expected, got=got, remedy=remedy)
-    saved, asked = _states(manifest.run.get("optimizer")), _states(config.optimizer.model_dump(mode="json"))
-    if saved != asked:
+    saved, current = _states(manifest.run.get("optimizer")), _states(config.optimizer.model_dump(mode="json"))
+    if saved != current:
         remedy = "Use the earlier optimizer, or train the exported model into another output."
-        raise OutputError(str(folder), expected=f"states of {asked}", got=f"states of {saved}", remedy=remedy)
+        raise OutputError(str(folder), expected=f"states of {current}", got=f"states of {saved}", remedy=remedy)
     return Resume(
         folder=folder, manifest=manifest, passed_over=passed_over, changes=different, accepts_changes=accept_changes
     )
@@ -152,8 +152,8 @@ def shared_resume(found: Resume | None, config: RunConfig, transport: Transport)
     """Return the checkpoint of rank 0; torchrun's other ranks read its manifest in the shared folder. Collective."""
     if transport.world_size == 1:
         return found
-    mine = [0.0, 0.0] if found is None else [float(found.step), float(found.accepts_changes)]
-    first = share_numbers(transport, mine)[0]
+    own = [0.0, 0.0] if found is None else [float(found.step), float(found.accepts_changes)]
+    first = share_numbers(transport, own)[0]
     step, accepts_changes = int(first[0]), bool(first[1])
     if step == 0 or (found is not None and found.step == step):
         return found if step else None

@@ -218,7 +218,7 @@ def _run_plan(
     session.runner.end = _Comparison()
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
     is_whole = session.shard == "zero1" and job.config.stages == 1
-    with keep_double(dtype), _summing(engine.model, asked=dtype == torch.bfloat16 and is_whole) as own:
+    with keep_double(dtype), _summing(engine.model, enabled=dtype == torch.bfloat16 and is_whole) as own:
         result = session.backward(planned)
     transport.phase = "verify, gathering gradients"
     gradients = parameters.gather_gradients()
@@ -235,11 +235,11 @@ def _add(total: Tensor, grad: Tensor) -> None:
 
 
 @contextmanager
-def _summing(model: nn.Module, *, asked: bool) -> Iterator[dict[str, Tensor]]:
+def _summing(model: nn.Module, *, enabled: bool) -> Iterator[dict[str, Tensor]]:
     """Sum the gradients of backwards inside the block, in fp32 on the host, by trainable parameter; {} if not asked."""
     sums: dict[str, Tensor] = {}
     hooks = []
-    for name, parameter in trainable(model) if asked else ():
+    for name, parameter in trainable(model) if enabled else ():
         sums[name] = torch.zeros(parameter.shape, dtype=torch.float32)
         hooks.append(parameter.register_hook(partial(_add, sums[name])))
     try:

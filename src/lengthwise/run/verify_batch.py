@@ -74,14 +74,14 @@ def part_of_batch(job: Job, planning: StepPlanning) -> VerifyBatch:
     first = next(job.batches())
     rows = _few(first)
     lengths = [int(job.dataset.lengths[row]) for row in rows]
-    longest, held, cost = lengths[0], max(planning.capacities.values()), planning.cost
+    longest, most_tokens, cost = lengths[0], max(planning.capacities.values()), planning.cost
     while longest > _LEAST * job.replicas:
         added = [longest, longest]
         if _seconds(job, cost, [*_cut(lengths, longest, longest // 4), *added]) <= SECONDS:
             break
         longest //= 2
     cuts = job.replicas > 1 and job.config.planner != PACKED_DP
-    capacity = min(held, max(3 * longest // 4, -(-longest // job.replicas) + 1) if cuts else longest)
+    capacity = min(most_tokens, max(3 * longest // 4, -(-longest // job.replicas) + 1) if cuts else longest)
     is_cut = longest < lengths[0]
     lengths = _cut(lengths, longest, min(longest // 4 if is_cut else longest, capacity // 2))
     options = replace(planning.options, context_tokens=max(lengths))
@@ -94,7 +94,7 @@ def part_of_batch(job: Job, planning: StepPlanning) -> VerifyBatch:
     plan, ways = _with_all_ways(part, _extended(plan, more))
     changes = [f"{len(rows)} of {len(first.ids)} sequences"] if len(rows) < len(first.ids) else []
     changes += [f"cut to at most {longest} tokens"] if is_cut else []
-    changes += [f"capacity_tokens {capacity}"] if capacity != held else []
+    changes += [f"capacity_tokens {capacity}"] if capacity != most_tokens else []
     changes += [f"{counted(len(more), 'microbatch')} added, to check what this batch does not do"] if more else []
     batch = StepBatch(part.dataset, range(len(rows)), placeholders=placeholders(job.model.config))
     return _estimated(part, cost, batch, plan, (*changes, *ways))
@@ -204,6 +204,6 @@ def _bytes(job: Job, plan: Plan) -> float:
     memory = replace(memory, cut=UNCUT)
     layout = {"ranks": plan.ranks, "parameters": parameters, "trained": None, "shard": "zero1", "offloads": False}
     model = replace(memory, states=0, **layout).state_bytes()
-    held = float(memory.microbatch_bytes(plan.capacity))
+    activations = float(memory.microbatch_bytes(plan.capacity))
     plain = parameters * ((wide if rounds else narrow) + (4 + rounds) * wide)
-    return max(plan.ranks * (model + held), model + plain + float(memory.microbatch_bytes(max(plan.tokens))))
+    return max(plan.ranks * (model + activations), model + plain + float(memory.microbatch_bytes(max(plan.tokens))))

@@ -67,10 +67,10 @@ def first_settings(
                 state_bytes=_kept(laid),
                 whole_bytes=min(_kept(whole), _kept(replace(whole, shard="zero3"))),
             )
-    held = [_kept(replace(_memory(each, hardware, ranks), shard="zero3")) / 1e9 for each in models]
+    gigabytes = [_kept(replace(_memory(each, hardware, ranks), shard="zero3")) / 1e9 for each in models]
     expected = f"room for a row of {longest_tokens} tokens on {counted(ranks, 'rank')} of {hardware.name}, "
     expected += f"{hardware.device_bytes / 1e9:.0f} GB each"
-    got = f"{held[0]:.0f} GB on each for the whole model under shard: zero3, {held[1]:.0f} GB with adapters"
+    got = f"{gigabytes[0]:.0f} GB on each for the whole model under shard: zero3, {gigabytes[1]:.0f} GB with adapters"
     more = (n for n in more_ranks(ranks) if any(_fitting(each, hardware, n, longest_tokens) for each in models))
     enough = next(more, None)
     remedy = f"{enough} of them are enough." if enough else "No number of them is enough."
