@@ -176,7 +176,7 @@ class Simulate:
 
     @property
     def is_detailed(self) -> bool:
-        """Whether planners are compared in detail: that, or an option that only they have, is given."""
+        """Whether planners are compared in detail: --details, or an option that only they have, is given."""
         machine, planning = self.machine, self.planning
         theirs = (self.planners, machine.pp, planning.mode, planning.virtual, planning.offload, planning.heads)
         return self.details or machine.mesh != "best" or any(each is not None for each in theirs)

@@ -32,7 +32,7 @@ class Copies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
-    """Figures of a dataset. lengths: of rows with tokens. longest, rows_without_loss: row numbers, longest first."""
+    """Figures of a dataset. lengths: without empty rows. longest, rows_without_loss: row numbers, longest first."""
 
     lengths: np.ndarray
     num_tokens: int

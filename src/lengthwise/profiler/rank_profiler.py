@@ -77,7 +77,7 @@ class ProfileSettings:
     """The settings of a profile.
 
     seconds: length of the profile, about. longest_tokens: length of the longest sequence. hardware: named hardware
-    whose terms fill gaps. computing: how the model computes, as in a run.
+    whose terms fill gaps. computing: kernels and compilation, as in a run.
     """
 
     seconds: float

@@ -56,8 +56,8 @@ def train(
         resume: continue that run from its newest checkpoint, on any number of ranks; "if_any" starts anew if there is
             none. A run that torchrun restarts does this by itself.
         accept_changes: resume although settings or data differ from the checkpoint's; a note names each difference.
-        max_restarts: how often to restart the ranks of this process from the newest checkpoint after one died or hung.
-        timeout_seconds: how long a rank waits for another.
+        max_restarts: largest number of restarts of the ranks from the newest checkpoint after one died or hung.
+        timeout_seconds: longest wait of a rank for another, in seconds.
         callbacks: see `Callback`.
 
     Raises:
