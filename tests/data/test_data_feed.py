@@ -353,7 +353,7 @@ def test_a_tokenizer_that_panics_is_named_with_the_row(tmp_path, monkeypatch, nu
     monkeypatch.setattr("lengthwise.data.tokenizer.ByteTokenizer.encode", encode)
     sources = lines(tmp_path, [{"text": text} for text in ("good", "bad", "good")])
     with local_feeds(sources, {"streaming": 1}, run=worker_processes(number)) as ([dataset], _):
-        dataset._clients[0].feed._turn.wait_for = bounded(dataset._clients[0].feed._turn.wait_for)
+        dataset._clients[0].feed._condition.wait_for = bounded(dataset._clients[0].feed._condition.wait_for)
         with pytest.raises(DataError, match="the stream, row 1: expected tokens; got Panic: index out of bounds"):
             next(dataset.batches(GlobalBatch(sequences=1)))
 
