@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,12 +21,11 @@ import numpy as np
 from lengthwise.core.errors import Collector, DataError
 from lengthwise.data.dataset import DatasetBuilder, StoredDataset, plain_weights
 from lengthwise.data.feed import FedRow, FedRows, FeedClient, FeedSpec, RowSpan, TokenSlices
-from lengthwise.data.in_order import StreamOrder
-from lengthwise.data.numbered import HashOrder
+from lengthwise.data.in_order import HashOrder, StreamOrder
 from lengthwise.data.prepared import ENCODING
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sampler import Batch, Batches, Position, no_loss
-from lengthwise.data.sources import PART_BYTES, Listing, parts_of, raw_listings
+from lengthwise.data.sources import list_source
 from lengthwise.data.turns import BlockTurns, HashTurns, PlacedRow, Turns
 
 if TYPE_CHECKING:
@@ -43,35 +42,22 @@ def streamed(sources: Sequence[DataSource], *, seed: int, tokenizer_digest: str,
     return FedDataset([spec], BlockTurns(int(sources[0].streaming), seed=seed), tokenizer_digest=tokenizer_digest)
 
 
-def divided(
-    sources: Sequence[DataSource],
-    *,
-    seed: int,
-    tokenizer_digest: str,
-    part_bytes: int = PART_BYTES,
-    **of_tokenizer: Any,
-) -> FedDataset:
-    """Return the dataset of `remote` sources, with up to `remote` feeds a source, as its files allow.
+def divided(sources: Sequence[DataSource], *, seed: int, tokenizer_digest: str, **of_tokenizer: Any) -> FedDataset:
+    """Return the dataset of `remote` sources, with `remote` feeds a source: some files each, or equal parts of files.
 
     of_tokenizer: as for `streamed`. Raises DataError, or Problems, for missing files and prepared data.
     """
-    refusals, specs, parts_of_feeds = Refusals(), list[FeedSpec](), list[list[Listing]]()
+    refusals, specs = Refusals(), list[FeedSpec]()
     for index, source in enumerate(sources):
-        parts = list[Listing]()
-        for listing in raw_listings(source, f"data.{index}", "remote", refusals.add):
-            try:
-                parts += parts_of(listing, part_bytes)
-            except DataError as error:
-                refusals.add(error)
-        wanted = max(1, min(int(source.remote), len(parts)))
+        files, wanted = list_source(source, refusals.add, key=f"data.{index}", meanwhile="remote"), int(source.remote)
+        shares = -(-wanted // max(1, len(files)))
+        parts = [(index, replace(file, share=(share, shares))) for file in files for share in range(shares)]
         cuts = [len(parts) * number // wanted for number in range(wanted + 1)]
         for number, (first, last) in enumerate(pairwise(cuts), start=1):
-            parts_of_feeds.append(parts[first:last])
-            order = HashOrder([(index, part) for part in parts[first:last]], seed=seed)
-            name = f"data.{index}, actor {number} of {wanted}"
+            name, order = f"data.{index}, actor {number} of {wanted}", HashOrder(parts[first:last], seed=seed)
             specs.append(FeedSpec(name=name, order=order, sources=tuple(sources), **of_tokenizer))
     refusals.raise_all("data")
-    return FedDataset(specs, HashTurns(parts_of_feeds, seed=seed), tokenizer_digest=tokenizer_digest)
+    return FedDataset(specs, HashTurns(seed=seed), tokenizer_digest=tokenizer_digest)
 
 
 class FedDataset:

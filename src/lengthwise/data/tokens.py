@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.blocks import RowBlock
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, RowArrays, sum_of_weights, too_long
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.rows import RawRow, RowParser
-from lengthwise.data.source_blocks import BLOCK_BYTES, BlockGroup, SourceBlock, together
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,8 +47,6 @@ class TokenRow:
     name: str = ""
     digest: bytes = bytes(ROW_DIGEST_BYTES)
     source: int = 0
-    origin: int = 0
-    share: float = 1.0
     mark: Any = None
 
     @property
@@ -66,12 +63,6 @@ class TokenRow:
         return losses, float(losses) if weights is None else sum_of_weights(weights)
 
 
-def _placed(row: TokenRow, block: SourceBlock, name: str) -> TokenRow:
-    row.source, row.origin, row.share, row.name = block.source, block.origin, block.share, name
-    row.is_document, row.mark = block.name is not None, None if row.is_row else block.mark
-    return row
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizing:
     """How rows become tokens. keys: config paths of the sources. tokenizer: called for every text.
@@ -84,38 +75,30 @@ class Tokenizing:
     tokenizer: Callable[[], Tokenizer]
     vocab_size: int | None
 
-    def run(
-        self,
-        run: Runner,
-        blocks: Iterator[SourceBlock],
-        pack: Callable[[list[TokenRow]], Any] = list,
-        task_bytes: int = BLOCK_BYTES,
-    ) -> Generator[Any]:
-        """Tokenize blocks in order, by a runner, some a task; yield what `pack` makes of the rows of every task."""
-        yield from run(partial(self._packed, pack), together(blocks, task_bytes))
+    def run(self, run: Runner, blocks: Iterator[RowBlock]) -> Generator[list[TokenRow]]:
+        """Tokenize blocks in order, by a runner, a block a task; yield the rows of every block, with digests."""
+        yield from run(self.digested, blocks)
 
-    def _packed(self, pack: Callable[[list[TokenRow]], Any], blocks: BlockGroup) -> Any:
-        rows = [row for block in blocks for row in self.rows(block)]
+    def digested(self, block: RowBlock) -> list[TokenRow]:
+        """Return the rows of a block in order, with digests."""
+        rows = [*self.rows(block)]
         for row in rows:
             if row.tokens is not None:
                 row.digest = row_digest(*row.held)
-        return pack(rows)
+        return rows
 
-    def rows(self, block: SourceBlock) -> Iterator[TokenRow]:
-        """Yield the rows of a block in order, without digests."""
-        if block.kind in ("error", "end"):
-            kind, error = (REFUSED, block.content) if block.kind == "error" else (END, None)
-            found = TokenRow(kind=kind, error=error, is_row=False)
-            yield _placed(found, block, block.shown)
+    def rows(self, block: RowBlock) -> Iterator[TokenRow]:
+        """Yield the rows of a block in order, without digests; one that is no row for an error of a file, or an end."""
+        if block.form in ("error", "end"):
+            kind = END if block.error is None else REFUSED
+            yield TokenRow(kind=kind, error=block.error, is_row=False, name=block.shown, source=block.source)
             return
-        source, key, found = self.sources[block.source], self.keys[block.source], None
-        for number, row in enumerate(block.rows(RowParser(self.vocab_size)), start=block.first):
-            if found is not None:
-                yield found
-            name = f"{block.label}:{number}" if block.name is None else block.name
-            found = _placed(self._row(row, source, key), block, name)
-        if found is not None:
-            found.mark = block.mark
+        source, key = self.sources[block.source], self.keys[block.source]
+        last = len(block.rows) - 1
+        for number, (name, row) in enumerate(block.parsed(RowParser(self.vocab_size))):
+            found = self._row(row, source, key)
+            found.source, found.name, found.is_document = block.source, name, block.has_documents
+            found.mark = block.mark if number == last else None
             yield found
 
     def _row(self, row: RawRow | DataError, source: DataSource, key: str) -> TokenRow:

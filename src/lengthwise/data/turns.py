@@ -11,13 +11,13 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lengthwise.data.feed import FedRow, ReadFrom, place_of, row_number
 from lengthwise.data.sampler import Position, epoch_order
-from lengthwise.data.sources import Listing
 
 
 @dataclass(slots=True)
@@ -89,34 +89,26 @@ class BlockTurns:
 
 
 class HashTurns:
-    """The rows of feeds that read in the order of all rows. An id is the number of a row over all sources.
+    """The rows of feeds that read in the order of all rows. An id is the number of a row over all sources."""
 
-    parts: of each feed.
-    """
-
-    def __init__(self, parts: Sequence[Sequence[Listing]], *, seed: int) -> None:
-        self._parts, self._seed, self.num_rows = parts, seed, 0
+    def __init__(self, *, seed: int) -> None:
+        self._seed, self.num_rows = seed, 0
 
     def attach(self, identities: Sequence[list[Any]]) -> tuple[Any, ...]:
-        """Count the rows; return the digests of their files."""
+        """Count the rows; return the identities of their files, on any number of feeds the same."""
         counts = [sum(rows for rows, _ in parts) for parts in identities]
-        self._firsts, self._marks, line = np.cumsum([0, *counts]).tolist(), list[tuple[int, int]](), 0
-        for first, parts, counted in zip(self._firsts, self._parts, identities, strict=False):
-            self._marks.append((first, line))
-            for part, (rows, _) in zip(parts, counted, strict=True):
-                line = rows + (line if part.goes_on else 0)
+        self._firsts: list[int] = np.cumsum([0, *counts]).tolist()
         self.num_rows = self._firsts[-1]
-        return [digest for parts in identities for _, digest in parts], []
+        return [identity for identity, _ in groupby(identity for parts in identities for _, identity in parts)], []
 
     def begin(self, start: Position) -> None:
         """Do nothing: the place suffices."""
 
     def begins(self, epoch: int, place: int) -> list[tuple[ReadFrom, int]]:
         """Return the place in the order of every feed, and the number of its row."""
-        places = (
-            [int(np.searchsorted(own, place)) for own in self._order(epoch)[2]] if place else [0] * len(self._marks)
-        )
-        return [((epoch, own, mark), row_number(epoch, own)) for own, mark in zip(places, self._marks, strict=True)]
+        own_places = self._order(epoch)[2] if place else [np.empty(0)] * (len(self._firsts) - 1)
+        places = [int(np.searchsorted(own, place)) for own in own_places]
+        return [((epoch, own, mark), row_number(epoch, own)) for own, mark in zip(places, self._firsts, strict=False)]
 
     def position(self, epoch: int, place: int) -> Position:
         """Return the position of a place."""
@@ -145,7 +137,7 @@ class HashTurns:
         """Return the rows of an epoch in order, their feeds, and for every feed the places of its rows."""
         order = epoch_order(np.arange(self.num_rows), seed=self._seed, epoch=epoch)
         feeds = np.searchsorted(self._firsts, order, side="right") - 1
-        return order, feeds, [np.flatnonzero(feeds == feed) for feed in range(len(self._marks))]
+        return order, feeds, [np.flatnonzero(feeds == feed) for feed in range(len(self._firsts) - 1)]
 
 
 Turns: TypeAlias = BlockTurns | HashTurns
