@@ -8,10 +8,13 @@ each time. Which share of its cases a test takes is in properties.py; which test
 import gc
 import os
 import sys
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["LENGTHWISE_CACHE"] = "off"
+_copies = tempfile.TemporaryDirectory(prefix="lengthwise-tests-")  # what `datasets` keeps of files, and their locks
+os.environ["HF_DATASETS_CACHE"] = _copies.name
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")

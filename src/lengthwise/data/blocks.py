@@ -88,10 +88,10 @@ def read_blocks(
             rows.load_state_dict(state)
         for found in _batches(file, rows, before):
             block = block_of(file, found, before)
+            file.check_unchanged(versions, before, before + len(block.rows))
             before += len(block.rows)
-            if file.versions() != versions:
-                raise changed_file(file.shown)
             yield replace(block, mark=(before, rows.state_dict()) if stream else None)
+        file.check_unchanged(versions, 0, len(file.paths))
         if not before:
             raise empty_file(file)
     except DataError as error:
@@ -121,8 +121,8 @@ def _batches(file: RowFile, rows: Any, before: int) -> Iterator[Mapping[str, Seq
         try:
             batch = next(found, None)
         except Exception as error:  # noqa: BLE001 - of the network and of other libraries, of many kinds
-            row = before + 1 + number * ROWS
-            raise of_library(f"{file.shown}:{row}" if number else file.shown, error, of_hub=file.of_hub) from None
+            where = f"{file.shown}, from row {before + 1 + number * ROWS} on"
+            raise of_library(where, file.place, error) from None
         if batch is None:
             return
         yield batch

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lengthwise.core.errors import Collector
+from lengthwise.core.errors import Collector, DataError
 from lengthwise.data.blocks import RowBlock, block_of, empty_file, read_blocks
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sampler import epoch_order
-from lengthwise.data.sources import RowFile, changed_file, list_source
+from lengthwise.data.sources import RowFile, list_source
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -106,6 +106,8 @@ class _Numbered:
 
     def block(self, number: int) -> RowBlock:
         row, file = self._first + number, self._file
-        if file.versions() != self._versions:
-            return RowBlock(form="error", error=changed_file(file.shown), label=file.label, shown=file.shown)
+        try:
+            file.check_unchanged(self._versions, row, row + 1)
+        except DataError as error:
+            return RowBlock(form="error", error=error, label=file.label, shown=file.shown)
         return block_of(file, self._rows[row : row + 1], row)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.hub_access import endpoint, hub_answers
 
-_OF_HUB = "Correct dataset, subset, split, revision or data_files, or reach the hub once: what it sent is kept."
+_REMEDIES = {
+    "file": "Write or copy it again.",
+    "url": "Correct it, or see that its machine answers.",
+    "hub": "Correct dataset, subset, split, revision or data_files, or reach the hub once: what it sent is kept.",
+}
+Place: TypeAlias = Literal["file", "url", "hub"]
+"""Where data are: on this machine, at an address, or on a hub by a name."""
 
 
 def versions_of(asked: Mapping[str, Any], split: str) -> list[Any]:
@@ -24,27 +31,37 @@ def versions_of(asked: Mapping[str, Any], split: str) -> list[Any]:
 
 
 @contextmanager
-def library(where: str, *, of_hub: bool = True) -> Iterator[None]:
-    """Let `datasets` find and load data inside the block; DataError with its words if it cannot."""
+def library(shown: str, place: Place) -> Iterator[None]:
+    """Let `datasets` find and load what messages call `shown`; DataError with its words if it cannot."""
     import datasets
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         settings: Any = datasets.config  # pyright: ignore[reportAttributeAccessIssue]
-        with _offline(settings, unless=not of_hub or hub_answers(endpoint())):
+        with _offline(settings, unless=place != "hub" or hub_answers(endpoint())):
             yield
     except Exception as error:  # noqa: BLE001 - its own are of many kinds
-        raise of_library(where, error, of_hub=of_hub) from None
+        raise of_library(shown, place, error) from None
 
 
-def of_library(where: str, error: BaseException, *, of_hub: bool) -> DataError:
+def of_library(where: str, place: Place, error: BaseException) -> DataError:
     """Return the error for what `datasets` raised."""
     error = error.__cause__ or error  # its "error while generating" has what happened as its cause
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        expected = f"room for a copy of {where} by `datasets`"
+        remedy = "Make room there, or name another folder with HF_DATASETS_CACHE."
+        return DataError(str(_cache()), expected=expected, got=error.strerror or str(error), remedy=remedy)
     got = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}")[:300]
-    if of_hub:
-        return DataError(where, expected="a dataset that `datasets` can load", got=got, remedy=_OF_HUB)
-    return DataError(where, expected="a whole file", got=got, remedy="Write or copy it again.")
+    expected = "a whole file" if place == "file" else "a dataset that `datasets` can load"
+    return DataError(where, expected=expected, got=got, remedy=_REMEDIES[place])
+
+
+def _cache() -> str:
+    import datasets
+
+    settings: Any = datasets.config  # pyright: ignore[reportAttributeAccessIssue]
+    return settings.HF_DATASETS_CACHE
 
 
 @contextmanager

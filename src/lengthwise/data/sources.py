@@ -11,18 +11,20 @@ import csv
 import gzip
 import hashlib
 import io
+import json
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
-from lengthwise.data.library import library, versions_of
+from lengthwise.data.library import Place, library, versions_of
 from lengthwise.data.prepared import is_prepared
 
 if TYPE_CHECKING:
@@ -33,6 +35,7 @@ GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 PACKED = (GZIP, ZSTANDARD)
 _TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _BEGINS = ("{", "\ufeff")  # lines of JSON, with a byte order mark too, which the first row's error names
+_UNPACKED_BYTES = 4 << 20
 _EDGE_BYTES = 1 << 16  # of the begin and end of a file, for its digest
 # tests, and packages installed or compiled beside the library
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
@@ -71,9 +74,9 @@ class RowFile:
     share: tuple[int, int] = (0, 1)
 
     @property
-    def of_hub(self) -> bool:
-        """Whether a hub has it, by its name."""
-        return not self.paths and "data_files" not in self.asked
+    def place(self) -> Place:
+        """Where it is."""
+        return "file" if self.paths else "url" if "data_files" in self.asked else "hub"
 
     def open(self, *, stream: bool, cache: Path | None = None) -> Any:
         """Return a `datasets.Dataset`, or an `IterableDataset` to read from the first row on.
@@ -86,7 +89,7 @@ class RowFile:
         if self.names is not None:
             found: Any = datasets.Dataset.from_dict({"document": range(len(self.names))})
             return found.to_iterable_dataset() if stream else found
-        with library(self.shown, of_hub=self.of_hub):
+        with library(self.shown, self.place):
             if not self.asked:
                 found = datasets.load_from_disk(os.fspath(self.root))
                 return found.to_iterable_dataset() if stream else found
@@ -99,13 +102,20 @@ class RowFile:
         Nodes agree on them. DataError if a file cannot be read.
         """
         if not self.paths:
-            with library(self.shown, of_hub=self.of_hub):
+            with library(self.shown, self.place):
                 return [self.label, *versions_of(self.asked, self.split)]
         return [self.label, *(_content(path, whole=self.names is not None) for path in self.paths)]
 
     def versions(self) -> list[tuple[int, int, int]]:
-        """Return inode, size and time of its files, which differ if one was changed; documents are compared as read."""
-        return [] if self.names is not None else [version_of(path) for path in self.paths]
+        """Return inode, size and time of every file, which differ if it was changed or replaced."""
+        return [version_of(path) for path in self.paths]
+
+    def check_unchanged(self, versions: Sequence[tuple[int, int, int]], first: int, last: int) -> None:
+        """Raise DataError if the files of rows [first, last) have other versions; `versions` are of all files."""
+        places = range(len(self.paths)) if self.names is None else range(first, last)
+        for place in places:
+            if version_of(path := self.paths[place]) != versions[place]:
+                raise changed_file(printable_name(path))
 
 
 def list_source(source: DataSource, report: Report, *, key: str = "", meanwhile: str = "") -> list[RowFile]:
@@ -167,7 +177,15 @@ def _saved(root: Path, label: str) -> RowFile:
     if not os.path.isfile(root / _SAVED[0]):
         remedy = "Name each as a source of its own, with its path: FOLDER/train."
         raise DataError(shown, expected="one split of a saved dataset", got="a folder of several", remedy=remedy)
-    paths = tuple(sorted(path for path in root.iterdir() if path.suffix in (".arrow", ".json")))
+    try:
+        names = [each["filename"] for each in json.loads((root / _SAVED[0]).read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        got = f"{_SAVED[0]} with {type(error).__name__}: {str(error)[:100]}"
+        raise DataError(shown, expected="a saved dataset", got=got, remedy="Save it again.") from None
+    if wrong := [name for name in names if Path(name).name != name]:
+        expected = "a dataset with all its rows in its folder"
+        raise DataError(shown, expected=expected, got=f"{wrong}", remedy="Save it again.")
+    paths = (root / _SAVED[0], *(root / name for name in names))
     return RowFile(form="columns", label=label, shown=shown, root=root, paths=paths)
 
 
@@ -198,6 +216,8 @@ def row_file(path: Path, label: str) -> RowFile:
         return RowFile(form="texts", **{**of_file, "root": path.parent}, names=(path.name,))
     if builder is None:
         _check_lines(head, path)
+    if builder == "parquet" and not _parquet_rows(path):
+        raise DataError(shown, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
     asked = {"path": builder or "text", "data_files": [glob.escape(os.fspath(path))], **({} if builder else LINES)}
     return RowFile(form="columns" if builder else "lines", asked=asked, **of_file)
 
@@ -212,14 +232,33 @@ def _head(path: Path) -> tuple[bytes, bool]:
                 with gzip.GzipFile(fileobj=file) as unpacked:
                     return unpacked.read(HEAD), True
             if head.startswith(ZSTANDARD):
-                import zstandard
-
-                with zstandard.ZstdDecompressor().stream_reader(file) as unpacked:
-                    return unpacked.read(HEAD), True
-        except Exception as error:  # noqa: BLE001 - of gzip, zlib and zstandard
+                return _whole_zstandard(file), True
+        except (OSError, EOFError, zlib.error) as error:
             got = f"{type(error).__name__}: {error}"
             raise DataError(printable_name(path), expected="a whole file", got=got, remedy="Copy it again.") from None
     return head, False
+
+
+def _parquet_rows(path: Path) -> int:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        return parquet.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as error:
+        got = " ".join(str(error).split())[:200]
+        raise DataError(printable_name(path), expected="a whole file", got=got, remedy="Copy it again.") from None
+
+
+def _whole_zstandard(file: BinaryIO) -> bytes:
+    """Unpack a file to its end, and return the first bytes; OSError if it is cut, which `datasets` does not notice."""
+    import pyarrow as pa
+
+    with pa.CompressedInputStream(file, "zstd") as unpacked:
+        head = unpacked.read(HEAD)
+        while unpacked.read(_UNPACKED_BYTES):
+            pass
+    return head
 
 
 def _csv(path: Path, head: bytes, delimiter: str) -> dict[str, Any]:

@@ -50,7 +50,8 @@ class BlockTurns:
         """Go to a position: read from its mark, or from the first row if the mark lies inside a block."""
         epoch, place = start[:2]
         found = json.loads(start[2]) if len(start) > 2 else None
-        read_from, mark = (found["place"], found["mark"]) if isinstance(found, dict) else (0, None)  # a list: of before
+        is_known = isinstance(found, dict) and "state" in found  # others are of earlier versions
+        read_from, mark = (found["place"], found["state"]) if is_known else (0, None)
         at = (read_from, mark) if read_from <= self._first_of(place) else (0, None)
         self._marks = deque([(row_number(epoch, at[0]), at[1])])
 
@@ -65,7 +66,7 @@ class BlockTurns:
     def position(self, epoch: int, place: int) -> Position:
         """Return the position of a place."""
         [((_, read_from, mark), _)] = self.begins(epoch, place)
-        return (epoch, place, json.dumps({"place": read_from, "mark": mark})) if place else (epoch, 0)
+        return (epoch, place, json.dumps({"place": read_from, "state": mark})) if place else (epoch, 0)
 
     def rows(self, epoch: int, place: int, most: int, take: Take) -> Iterator[tuple[int, PlacedRow]]:
         """Yield (place, row) to the end of an epoch, block after block; take `most` at once if blocks are single."""
