@@ -273,9 +273,10 @@ def _tokenized(plan: ToPrepare, work: Path, processes: int) -> tuple[Any, list[i
     import datasets
 
     problems = Collector()
-    raw = [problems.attempt(functools.partial(_mapped, file, work / "raw")) for _, file in plan.files]
+    attempts = [problems.attempt(functools.partial(_mapped, file, work / "raw")) for _, file in plan.files]
     problems.raise_all()
-    firsts, parts = [*accumulate((len(rows or ()) for rows in raw), initial=0)], list[Any]()
+    raw = [rows for rows in attempts if rows is not None]
+    firsts, parts = [*accumulate(map(len, raw), initial=0)], list[Any]()
 
     def alike(number: int) -> tuple[Any, ...]:
         return plan.files[number][0], plan.files[number][1].form, str(raw[number].features)

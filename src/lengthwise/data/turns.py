@@ -50,8 +50,9 @@ class BlockTurns:
         """Go to a position: read from its mark, or from the first row if the mark lies inside a block."""
         epoch, place = start[:2]
         found = json.loads(start[2]) if len(start) > 2 else None
-        is_known = isinstance(found, dict) and "state" in found  # others are of earlier versions
-        read_from, mark = (found["place"], found["state"]) if is_known else (0, None)
+        if not isinstance(found, dict) or "state" not in found:  # none, or of an earlier version
+            found = {"place": 0, "state": None}
+        read_from, mark = found["place"], found["state"]
         at = (read_from, mark) if read_from <= self._first_of(place) else (0, None)
         self._marks = deque([(row_number(epoch, at[0]), at[1])])
 
