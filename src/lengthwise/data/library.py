@@ -39,7 +39,8 @@ def library(shown: str, place: Place) -> Iterator[None]:
         datasets.disable_progress_bars()
     try:
         settings: Any = datasets.config  # pyright: ignore[reportAttributeAccessIssue]
-        with _offline(settings, unless=place != "hub" or hub_answers(endpoint())):
+        # A file needs no hub, which would be asked to count how often files are loaded
+        with _offline(settings, unless=place == "url" or (place == "hub" and hub_answers(endpoint()))):
             yield
     except Exception as error:  # noqa: BLE001 - its own are of many kinds
         raise of_library(shown, place, error) from None
