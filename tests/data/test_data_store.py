@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given
@@ -172,12 +173,13 @@ def test_store_whose_description_changed_is_refused_with_what_to_do(store, chang
     assert caught.value.where == str(made)
 
 
-def test_store_is_a_dataset_that_the_library_opens(store):
-    import datasets
+def test_store_is_a_dataset_of_the_library_whose_rows_a_loop_takes(weighed):
+    from lengthwise.session.row_batch import RowBatch
 
-    ours = load(store)
-    theirs = datasets.load_from_disk(str(store))
-    assert [row["input_ids"] for row in theirs] == [ours.read(row, 0, 999)[0].tolist() for row in range(len(theirs))]
+    ours, rows = load(weighed), datasets.load_from_disk(str(weighed))
+    theirs = RowBatch(list(rows.select_columns(["input_ids", "labels", "weights"]))).dataset
+    assert content(theirs)["rows"] == content(ours)["rows"]
+    assert content(theirs)["weights"] == content(ours)["weights"]
 
 
 def test_store_that_is_replaced_while_it_is_open_stays_what_it_was(tmp_path):
