@@ -168,7 +168,7 @@ def measured(loops: Loops, store: Path, blocks: int) -> dict[str, Kind]:
 
 def drop_cache(store: Path) -> None:
     """Drop the tokens' pages from the system's cache."""
-    for path in store.glob("rows-*.arrow"):
+    for path in store.glob("data-*.arrow"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

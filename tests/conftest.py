@@ -7,7 +7,9 @@ each time. Which share of its cases a test takes is in properties.py; which test
 
 import gc
 import os
+import shutil
 import sys
+import tempfile
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
@@ -36,10 +38,16 @@ for name, cases in CASES.items():
 
 
 def pytest_configure() -> None:
-    """Load the profile before any test module is imported."""
+    """Load the profile, and give `datasets` a folder for its copies, before any test module is imported."""
+    os.environ["HF_DATASETS_CACHE"] = tempfile.mkdtemp(prefix="lengthwise-tests-")
     if PROFILE not in CASES:
         raise pytest.UsageError(f"HYPOTHESIS_PROFILE: expected one of {', '.join(CASES)}; got {PROFILE!r}")
     settings.load_profile(PROFILE)
+
+
+def pytest_unconfigure() -> None:
+    """Remove what `datasets` copied."""
+    shutil.rmtree(os.environ["HF_DATASETS_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_finish() -> None:

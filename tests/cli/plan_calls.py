@@ -10,12 +10,19 @@ from run.small_runs import call
 WITHOUT = """
 import sys
 
-class Absent:  # as on a machine where they are not installed
-    def find_spec(self, name, *_):
-        if name.partition(".")[0] in ("torch", "transformers", "safetensors", "tokenizers", "huggingface_hub"):
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+HIDDEN = {"torch", "transformers", "safetensors", "tokenizers"}
 
-sys.meta_path.insert(0, Absent())
+class Hiding:  # as on a machine where they are not installed
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, *more):
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, *more)
+
+sys.meta_path[:] = map(Hiding, sys.meta_path)
 from lengthwise.cli import main
 main(sys.argv[1:])
 """

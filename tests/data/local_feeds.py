@@ -35,7 +35,6 @@ def local_feeds(
     *,
     seed=0,
     ranks=1,
-    part_bytes=200,
     ends_after=None,
     run=map,
     tokenizer_name="bytes",
@@ -49,10 +48,7 @@ def local_feeds(
     ((key, number),) = how.items()
     sources = [each.model_copy(update={key: number}) for each in sources]
     of_all = {"tokenizer_name": tokenizer_name, "vocab_size": vocab_size, "tokenizer_digest": "", "seed": seed}
-    made = [
-        streamed(sources, **of_all) if key == "streaming" else divided(sources, **of_all, part_bytes=part_bytes)
-        for _ in range(ranks)
-    ]
+    made = [streamed(sources, **of_all) if key == "streaming" else divided(sources, **of_all) for _ in range(ranks)]
     specs = [replace(spec, clients=ranks, **changes) for spec in made[0].specs]
     clients = [LocalClient(spec, ends_after, run) for spec in specs]
     try:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -12,7 +11,6 @@ from lengthwise.config import DataSource
 from lengthwise.data import ByteTokenizer, load_dataset
 from lengthwise.data.prepare import prepare_folder, to_prepare
 
-PART_BYTES = 200
 TEXT = st.text(st.characters(codec="utf-8"), max_size=30)
 ROW = st.one_of(
     TEXT.map(lambda text: {"text": text}),
@@ -46,22 +44,11 @@ def write_sources(folder: Path, files, documents=(), **settings) -> list[DataSou
     return sources
 
 
-@contextmanager
-def small_blocks():
-    """Let tasks be small inside the block."""
-    with (
-        patch("lengthwise.data.source_blocks.BLOCK_BYTES", PART_BYTES),
-        patch("lengthwise.data.prepare._TASK_BYTES", PART_BYTES),
-        patch("lengthwise.data.tables._BATCH", 16),
-    ):
-        yield
-
-
 def prepare(sources, out, *, name="bytes", tokenizer=ByteTokenizer, keys=None, vocab_size=None, **options):
-    """Prepare, in this process unless `run` says otherwise; return what was prepared and whether it was there."""
+    """Prepare, in this process unless `processes` says otherwise; return what was prepared, and if it was there."""
     plan = to_prepare(sources, tokenizer_name=name, tokenizer=tokenizer, keys=keys, vocab_size=vocab_size)
-    with small_blocks():
-        return prepare_folder(plan, out, **{"part_bytes": PART_BYTES, **options})
+    with patch("lengthwise.data.prepare.ROWS", 3):
+        return prepare_folder(plan, out, **options)
 
 
 def load(*sources, tokenizer=ByteTokenizer, vocab_size=256, **keys):

@@ -3,11 +3,11 @@
 Whatever is read ahead, lost or started again, and in however many processes rows are tokenized.
 """
 
+import errno
 import json
 import os
 import signal
 import time
-from io import FileIO
 from itertools import islice
 from types import SimpleNamespace
 
@@ -86,19 +86,19 @@ def expected(sources, size, steps, how, *, seed=0, **of_rows):
     seed=st.integers(0, 9),
     how=st.sampled_from([*ORDERS, {"streaming": 3}, {"streaming": 1000}, {"remote": 1}]),
     ahead_bytes=st.sampled_from([0, 4000, 1 << 20]),
-    block_bytes=st.sampled_from([1, 200, 1 << 16]),
+    block_rows=st.sampled_from([1, 3, 64]),
     ends_after=st.sampled_from([None, 1, 5]),
     done=st.integers(0, 8),
     mark=st.sampled_from(["own", "none", "beyond", "of before"]),
 )
 @costly
 def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
-    tmp_path_factory, files, documents, size, seed, how, ahead_bytes, block_bytes, ends_after, done, mark
+    tmp_path_factory, files, documents, size, seed, how, ahead_bytes, block_rows, ends_after, done, mark
 ):
     sources = write_sources(tmp_path_factory.mktemp("rows"), [*files, [{"text": "a"}]], documents, **SKIPS)
     wanted, ends = expected(sources, size, 12, how, seed=seed), []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", block_bytes)
+        patch.setattr("lengthwise.data.blocks.ROWS", block_rows)
         of_feed = {"seed": seed, "ahead_bytes": ahead_bytes, "ends_after": ends_after}
         with local_feeds(sources, how, ranks=3, **of_feed) as (datasets, _):
             for batch, *same in zip(*(taken(each, size, 12) for each in datasets), strict=True):
@@ -108,8 +108,12 @@ def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
         with local_feeds(sources, how, **of_feed) as ([dataset], _):
             start = json.loads(json.dumps(ends[done]))
             if mark != "own" and "streaming" in how:  # of a run that was no stream, of smaller blocks, or older
-                beyond = {"place": start[1] + 1, "mark": None}
-                start[2:] = {"none": [], "beyond": [json.dumps(beyond)], "of before": ["[0, [0, [0, 1, 0]]]"]}[mark]
+                beyond = {"place": start[1] + 1, "state": None}
+                start[2:] = {
+                    "none": [],
+                    "beyond": [json.dumps(beyond)],
+                    "of before": ['{"place": 1, "mark": [0, [0, [9, 1]]]}'],
+                }[mark]
             rest = taken(dataset, size, 11 - done, start)
             assert [found for found, _ in rest] == wanted[done + 1 :]
 
@@ -120,13 +124,12 @@ def test_files_of_every_kind_are_read(tmp_path, monkeypatch, kind, how):
     rows = [{"input_ids": [*range(length)], "labels": [-100] + [7] * (length - 1)} for length in (5, 1, 9)]
     sources = [DataSource(path=write(rows * 3, tmp_path / "rows", kind), max_tokens=9)]
     size = GlobalBatch(sequences=4)
-    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 100)
-    monkeypatch.setattr("lengthwise.data.tables._BATCH", 2)
+    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     with local_feeds(sources, how) as ([dataset], _):
         found = [*taken(dataset, size, 5)]
         assert [each for each, _ in found] == expected(sources, size, 5, how)
     with local_feeds(sources, how) as ([dataset], _):
-        assert [*taken(dataset, size, 4, found[0][1])] == found[1:]
+        assert [each for each, _ in taken(dataset, size, 4, found[0][1])] == [each for each, _ in found[1:]]
 
 
 @pytest.mark.parametrize("how", [{"streaming": 16}, {"remote": 2}])
@@ -136,7 +139,7 @@ def test_batches_do_not_depend_on_the_number_of_processes_and_the_end_of_one_cos
         GlobalBatch(tokens=40),
     )
     wanted = expected(sources, size, 30, how)
-    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 100)
+    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     monkeypatch.setattr("lengthwise.data.tokens.row_digest", in_one_worker(tmp_path / "killed"))
     for number in (1, 3):
         with local_feeds(sources, how, run=worker_processes(number), ahead_bytes=2000) as ([dataset], _):
@@ -165,7 +168,7 @@ def hub(tmp_path, monkeypatch):
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "kept"))
-    monkeypatch.setattr("lengthwise.data.hub.hub_answers", lambda address: False)
+    monkeypatch.setattr("lengthwise.data.library.hub_answers", lambda address: False)
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "org/name"
     folder.mkdir(parents=True)
@@ -178,8 +181,7 @@ def hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize("how", ["name", "url"])
 @pytest.mark.parametrize("block", [1, 16])
 def test_the_library_streams_what_the_file_has_also_after_a_resume(hub, monkeypatch, how, block):
-    monkeypatch.setattr("lengthwise.data.in_order._BLOCK_ROWS", 2)
-    monkeypatch.setattr("lengthwise.data.in_order._MARK_ROWS", 4)
+    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     asked = {"dataset": "org/name", "split": "train"} if how == "name" else {"path": f"file://{hub}", "streaming": True}
     sources, size = [DataSource.model_validate({**asked, "max_tokens": 9})], GlobalBatch(sequences=3)
     how_read = {"streaming": block}
@@ -204,10 +206,10 @@ def lines(folder, rows, **settings):
 @pytest.mark.parametrize(("place", "how"), [(0, {"streaming": 1}), (2000, {"streaming": 1}), (0, {"remote": 1})])
 def test_no_more_rows_are_held_than_those_of_some_steps_and_what_is_read_ahead(tmp_path, monkeypatch, place, how):
     """place: of an epoch, which a run without a mark reads up to."""
-    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 300)
+    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     sources, size = lines(tmp_path, [{"text": f"{row:09}"} for row in range(3000)]), GlobalBatch(sequences=4)
     most = 40_000 + 600 * 4 * 8
-    with local_feeds(sources, how, ranks=2, part_bytes=10**9, ahead_bytes=40_000) as (datasets, (client,)):
+    with local_feeds(sources, how, ranks=2, ahead_bytes=40_000) as (datasets, (client,)):
         for _ in zip(*(taken(each, size, 400, (0, place)) for each in datasets), strict=True):
             assert client.feed.held_bytes <= most
             assert max(len(each.ids) for each in datasets) <= 4 * 8
@@ -229,11 +231,11 @@ def test_a_place_that_the_rows_do_not_reach_any_more_is_the_begin_of_the_next_ep
 @pytest.mark.parametrize("size", [GlobalBatch(sequences=2), GlobalBatch(tokens=6)])
 @pytest.mark.parametrize(("bad", "said"), [("{\n", "broken JSON"), ({"text": "x" * 10}, "10 tokens"), ("\n", "blank")])
 def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, monkeypatch, size, how, bad, said):
-    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 20)
+    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     good = [{"text": "abc"}] * 4
     before = Batches(load(*lines(tmp_path, good * 2 + good[:1])), SimpleNamespace(seed=0)).order(0).tolist().index(4)
     before, found = 4 if "streaming" in how else before, []
-    with local_feeds(lines(tmp_path, [*good, bad, *good]), how, part_bytes=20) as ([dataset], _):
+    with local_feeds(lines(tmp_path, [*good, bad, *good]), how) as ([dataset], _):
         with pytest.raises(DataError, match=said) as caught:
             found.extend(map(found.append, taken(dataset, size, 9)))
         assert caught.value.where == f"{tmp_path}/train.jsonl:5"
@@ -266,7 +268,7 @@ def test_chats_are_masked_and_weights_mean_the_same(tmp_path):
 def test_a_feed_that_ends_is_named_once_whatever_is_answered_late_and_files_that_change_are_refused(tmp_path):
     """Slices that were asked for before it are read after rows that the new start answered."""
     sources, said = lines(tmp_path, [{"text": "abc"}] * 99), []
-    with local_feeds(sources, {"remote": 1}, part_bytes=10**9) as ([dataset], (client,)):
+    with local_feeds(sources, {"remote": 1}) as ([dataset], (client,)):
         dataset.on_restart = said.append
         steps = dataset.batches(GlobalBatch(sequences=1))
         row = int(next(steps).ids[0])
@@ -293,7 +295,7 @@ def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, 
     else:
         [source] = write_sources(tmp_path, [], ["abc", "abc", "abc", "abc"], max_tokens=9)
         path = min(source.path.iterdir())
-    with local_feeds([source], how, part_bytes=10**9, ahead_bytes=0) as ([dataset], _):
+    with local_feeds([source], how, ahead_bytes=0) as ([dataset], _):
         steps = dataset.batches(GlobalBatch(sequences=4))
         next(steps)
         changed = path.read_text().replace("abc", "abd")
@@ -305,7 +307,7 @@ def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, 
 
 
 def test_rows_stay_for_a_rank_that_is_behind_also_in_a_feed_that_is_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 1)
+    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     sources, size = lines(tmp_path, [{"text": f"{row:03}"} for row in range(60)]), GlobalBatch(tokens=3)
     with local_feeds(sources, {"streaming": 1}, ranks=2) as ((ahead, behind), (client,)):
         first, second = ahead.batches(size), behind.batches(size)
@@ -328,7 +330,7 @@ def test_a_rank_may_go_back_also_after_an_error(tmp_path, monkeypatch):
         return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int32)
 
     monkeypatch.setattr("lengthwise.data.tokenizer.ByteTokenizer.encode", encode)
-    monkeypatch.setattr("lengthwise.data.source_blocks.BLOCK_BYTES", 1)
+    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     rows = [{"text": f"{row:02}" + "x" * 2998} for row in range(30)]
     sources, size = lines(tmp_path, rows, max_tokens=3000), GlobalBatch(sequences=1)
     with local_feeds(sources, {"streaming": 1}, ahead_bytes=0) as ([dataset], _):
@@ -362,12 +364,17 @@ def bounded(wait_for):
     return lambda until: wait_for(until, 20) or pytest.fail("no answer")
 
 
-@pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet"])
-def test_a_full_folder_of_temporary_files_is_named(tmp_path, monkeypatch, kind):
-    sources = [DataSource(path=write([{"input_ids": [1, 2]}] * 5, tmp_path / "rows", kind), max_tokens=9)]
-    for name in ("TemporaryFile", "NamedTemporaryFile"):
-        monkeypatch.setattr(f"tempfile.{name}", lambda: FileIO("/dev/full", "r+b"))
-    with pytest.raises(DataError, match=r"No space left on device\. .* TMPDIR"), local_feeds(sources, {"remote": 1}):
+def test_a_full_disk_of_copies_is_named(tmp_path, monkeypatch):
+    sources = lines(tmp_path, [{"input_ids": [1, 2]}])
+
+    def full(*_args, **_options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_table", full)
+    with (
+        pytest.raises(DataError, match=r"No space left on device.* HF_DATASETS_CACHE"),
+        local_feeds(sources, {"remote": 1}),
+    ):
         pass
 
 
@@ -378,8 +385,8 @@ def test_a_file_that_breaks_off_and_a_stream_of_nothing_are_refused(tmp_path, hu
     packed.write_bytes(gzip.compress(b'{"text": "abc"}\n' * 5000)[:-9])
     hub.write_text('{"text": "a"}\n{"text"')
     for source, said in (
-        ({"path": packed}, "a whole file of gzip"),
-        ({"path": f"file://{hub}"}, "train.jsonl:1: expected rows that can be read; got .*JSON"),
+        ({"path": packed}, "cut.jsonl.gz, from row 1 on: expected a whole file"),
+        ({"path": f"file://{hub}"}, "train.jsonl:2: expected JSON; got broken"),
         ({"path": lines(tmp_path, [{"text": "a" * 10}] * 3)[0].path, "too_long": "skip"}, "left out: 3 too long"),
     ):
         sources = [DataSource(**source, max_tokens=9, streaming=True)]
@@ -392,7 +399,7 @@ def test_what_is_no_stream_is_refused_by_name(tmp_path, hub):
     prepare([source], tmp_path / "prepared")
     for asked, said in (
         ({"path": tmp_path / "prepared"}, "prepared data"),
-        ({"path": "https://x.org/rows.csv"}, "another ending"),
+        ({"path": "https://x.org/rows.xyz"}, "another ending"),
         ({"dataset": "nobody/nothing", "split": "train"}, "nobody/nothing:train"),
         ({"path": f"file://{tmp_path}/none.jsonl"}, "none.jsonl: expected a dataset that `datasets` can load"),
     ):

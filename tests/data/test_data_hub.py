@@ -32,14 +32,20 @@ def source(**keys):
 def test_a_dataset_has_the_rows_of_its_split(hub, split):
     found = load(source(split=split))
     assert content(found)["rows"] == content(load(hub / f"{split}.jsonl"))["rows"]
-    assert found.name(1).startswith("org/name/")
-    assert found.name(1).endswith(".arrow:2")
+    assert found.name(1) == f"org/name:{split}:2"
 
 
 def test_a_dataset_is_prepared_as_any_source(hub, tmp_path):
     manifest, _ = prepare([source()], tmp_path / "tokens")
     assert manifest.rows == 3
     assert content(load(tmp_path / "tokens"))["rows"] == content(load(source()))["rows"]
+
+
+def test_a_dataset_may_be_files_of_a_kind(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text(f"text,id\n{name},1\n")
+    found = load(source(dataset="csv", data_files=str(tmp_path / "*.csv")))
+    assert [found.read(row, 0, 9)[0].tolist() for row in found.ids] == [[97], [98]]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +70,7 @@ def test_what_the_library_does_not_find_is_told_in_its_words(hub, keys, told):
         ({"dataset": "a/b", "split": "train", "python_stdlib": True}, "got dataset and python_stdlib"),
         ({"python_stdlib": True, "split": "train"}, "data.0.split: expected a `dataset` beside it"),
         ({}, "got none of them"),
+        ({"path": "x", "data_files": "*.csv"}, "data.0.data_files: expected a `dataset` beside it"),
         ({"path": "s3://bucket/train.jsonl"}, "data.0.path: expected a path on this machine; got "),
         ({"path": "https://host/train.jsonl"}, ":// can only be streamed"),
     ],

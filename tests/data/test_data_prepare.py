@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import re
 import shutil
 import signal
 import time
@@ -12,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from data.stores import content, files_of, fresh, load, prepare, write_sources
+from data.stores import content, load, prepare, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import ConfigError, DataError, OutputError, Problems, RankError
 from lengthwise.core.files import try_lock
-from lengthwise.data import load_tokenizer
+from lengthwise.data import load_tokenizer, prepared
 from lengthwise.data import prepare as preparing
 from lengthwise.data.digests import row_digest
 from lengthwise.data.prepared import NAME
@@ -27,9 +26,40 @@ FORK = multiprocessing.get_context("fork")
 ROWS = [[{"text": "x" * n} for n in (1, 2, 97, 300, 5, 60, 61)], [{"prompt": "ab", "completion": "cd"}] * 9]
 
 
-def killed_at(number, sources, out):
-    """Prepare in a process that dies where the number-th file or folder would be brought to the disk; return whether it
-    died."""
+def in_one_worker(act, marker):
+    """Return what `row_digest` is, but the first other process that calls it for a long row does `act` before."""
+    parent = os.getpid()
+
+    def acting(*row):
+        if os.getpid() != parent and len(row[0]) > 200 and not marker.exists():
+            marker.touch()
+            act()
+        return row_digest(*row)
+
+    return acting
+
+
+@pytest.fixture
+def killed(tmp_path, monkeypatch):
+    """Let one process that tokenizes be killed at the first long row; prepare once, which fails."""
+    sources = write_sources(tmp_path, ROWS, ["a", "bc"])
+    act = in_one_worker(lambda: os.kill(os.getpid(), signal.SIGKILL), tmp_path / "killed")
+    monkeypatch.setattr("lengthwise.data.tokens.row_digest", act)
+    with pytest.raises(RankError, match="tokenizing: expected processes that live"):
+        prepare(sources, tmp_path / "out", processes=2)
+    assert not (tmp_path / "out").exists()
+    return sources
+
+
+def test_prepare_whose_process_is_killed_goes_on_to_the_same_rows(tmp_path, killed):
+    prepare(killed, tmp_path / "out", processes=2)
+    assert content(load(tmp_path / "out")) == content(load(*killed))
+    assert sorted(each.name for each in (tmp_path / "out").parent.glob("out*")) == ["out"]
+
+
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_prepare_killed_while_it_writes_ends_with_the_same_rows(tmp_path, number):
+    """Whether files are not yet on the disk, or all of them are, only without the name of the folder."""
 
     def work():
         count = 0
@@ -40,60 +70,23 @@ def killed_at(number, sources, out):
             if count == number:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        preparing.sync = sync
-        prepare(sources, out)
+        preparing.sync = prepared.sync = sync
+        prepare(sources, tmp_path / "out")
 
+    sources = write_sources(tmp_path, ROWS, ["a", "bc"])
     process = FORK.Process(target=work)
     process.start()
     process.join()
-    return process.exitcode == -signal.SIGKILL
+    assert process.exitcode == -signal.SIGKILL
+    prepare(sources, tmp_path / "out")
+    assert content(load(tmp_path / "out")) == content(load(*sources))
+    assert not (tmp_path / "out.unfinished").exists()
 
 
-def test_prepare_killed_anywhere_goes_on_to_the_same_bytes(tmp_path):
-    sources = write_sources(tmp_path, [[{"text": "x" * n} for n in (97, 300)], ROWS[1][:1]])
-    prepare(sources, tmp_path / "whole")
-    expected, number, kept = files_of(tmp_path / "whole"), 1, []
-    while killed_at(number, sources, out := fresh(tmp_path / "out")):
-        assert not out.exists() or files_of(out) == expected
-        told = []
-        prepare(sources, out, on_progress=told.append)
-        assert files_of(out) == expected
-        kept.append(told[0].found if told else None)
-        number += 1
-    assert files_of(out) == expected
-    assert {0.0, 1.0} < {each for each in kept if each is not None}
-    assert None in kept  # killed when all was written, only not renamed
-    assert sorted(each.name for each in tmp_path.iterdir()) == sorted(["out", "rows-0.jsonl", "rows-1.jsonl", "whole"])
-
-
-def test_prepare_in_processes_gives_the_same_bytes(tmp_path):
+def test_prepare_in_processes_gives_the_same_rows(tmp_path):
     sources = write_sources(tmp_path, ROWS, ["a", "bc"])
-    prepare(sources, tmp_path / "whole")
-    prepare(sources, tmp_path / "out", run=worker_processes(3))
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
-
-
-def in_one_worker(act, marker):
-    """Return what `row_digest` is, but the first other process that calls it does `act` before."""
-    parent = os.getpid()
-
-    def acting(*row):
-        if os.getpid() != parent and not marker.exists():
-            marker.touch()
-            act()
-        return row_digest(*row)
-
-    return acting
-
-
-def test_prepare_whose_process_is_killed_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
-    sources, marker = write_sources(tmp_path, ROWS), tmp_path / "killed"
-    prepare(sources, tmp_path / "whole")
-    killed = in_one_worker(lambda: os.kill(os.getpid(), signal.SIGKILL), marker)
-    monkeypatch.setattr("lengthwise.data.tokens.row_digest", killed)
-    prepare(sources, tmp_path / "out", run=worker_processes(2))
-    assert marker.exists()
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "whole")
+    prepare(sources, tmp_path / "out", processes=3)
+    assert content(load(tmp_path / "out")) == content(load(*sources))
 
 
 def die(_task):
@@ -116,16 +109,6 @@ def test_an_error_ends_processes_that_prepare_where_they_stand():
     with pytest.raises(DataError, match="a row"):
         list(worker_processes(2)(fail_or_hang, range(4)))
     assert time.monotonic() - start < 30, "waited for a task of 60 s that nobody needs"
-
-
-def test_prepare_with_a_stopped_process_ends_and_names_it_with_its_file(tmp_path, monkeypatch):
-    sources = write_sources(tmp_path, ROWS)
-    stopped = in_one_worker(lambda: os.kill(os.getpid(), signal.SIGSTOP), tmp_path / "stopped")
-    monkeypatch.setattr("lengthwise.data.tokens.row_digest", stopped)
-    with pytest.raises(RankError) as caught:
-        prepare(sources, tmp_path / "out", run=worker_processes(2, timeout_seconds=0.5))
-    said = r"process \d+ in 0\.5 s, which is tokenizing .*rows-\d\.jsonl from row \d+ on"
-    assert re.search(said, str(caught.value))
 
 
 def test_processes_that_stop_before_they_have_a_task_are_an_error(monkeypatch):
@@ -178,16 +161,11 @@ def count_for(seconds):
     return seconds
 
 
-def test_prepare_of_changed_sources_or_settings_begins_anew(tmp_path):
-    sources = write_sources(tmp_path, ROWS)
-    assert killed_at(3, sources, tmp_path / "out")
-    assert list((tmp_path / "out.unfinished").glob("rows-*.arrow"))
-    with sources[0].path.open("a") as file:
+def test_prepare_of_changed_sources_begins_anew(tmp_path, killed):
+    with killed[0].path.open("a") as file:
         file.write('{"text": "more"}\n')
-    told = []
-    prepare(sources, tmp_path / "out", on_progress=told.append)
-    assert told[0].found == 0
-    assert content(load(tmp_path / "out")) == content(load(*sources))
+    prepare(killed, tmp_path / "out", processes=2)
+    assert content(load(tmp_path / "out")) == content(load(*killed))
 
 
 def test_prepare_again_takes_what_is_there_and_refuses_what_is_other(tmp_path):
@@ -201,8 +179,8 @@ def test_prepare_again_takes_what_is_there_and_refuses_what_is_other(tmp_path):
         prepare(sources[:1], out)
     prepare(sources[:1], out, overwrite=True)
     assert content(load(out)) == content(load(*sources[:1]))
-    next(out.glob("rows-*.arrow")).unlink()
-    with pytest.raises(OutputError, match=r"damaged prepared data .*rows-0"):
+    next(out.glob("data-*.arrow")).unlink()
+    with pytest.raises(OutputError, match=r"damaged prepared data .*data-0"):
         prepare(sources[:1], out)
     other = tmp_path / "other"
     other.mkdir()
@@ -253,16 +231,17 @@ def test_prepare_tells_all_bad_rows_of_all_shards_by_their_lines_as_loading_does
     assert not (tmp_path / "out").exists()
 
 
-def test_prepare_of_a_file_that_changes_meanwhile_is_refused(tmp_path):
+def test_prepare_of_a_file_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
     sources = write_sources(tmp_path, ROWS)
 
-    def changing(function, tasks):
-        yield from map(function, tasks)
+    def changing(*row):
         with sources[0].path.open("a") as file:
             file.write('{"text": "more"}\n')
+        return row_digest(*row)
 
-    with pytest.raises(DataError, match="do not change"):
-        prepare(sources, tmp_path / "out", run=changing)
+    monkeypatch.setattr("lengthwise.data.tokens.row_digest", changing)
+    with pytest.raises(DataError, match="does not change"):
+        prepare(sources, tmp_path / "out")
 
 
 def test_prepare_without_its_tokenizer_takes_ids_and_refuses_text(tmp_path):

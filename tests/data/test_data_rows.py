@@ -4,8 +4,6 @@ import contextlib
 import gzip
 import json
 import os
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -14,9 +12,7 @@ from hypothesis import strategies as st
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, LengthwiseError, Problems
 from lengthwise.data import ByteTokenizer, load_dataset
-from lengthwise.data.numbered import numbered
 from lengthwise.data.rows import RowParser
-from lengthwise.data.sources import Listing
 
 
 def no_tokenizer():
@@ -90,7 +86,7 @@ def test_rows_labels_are_kept_beside_rows_without(load):
                 b" \t\r",
             ]
         ),
-        (b'{"text": "a\xff"}', "byte 0xff at byte offset 25"),
+        (b'{"text": "a\xff"}', "UTF-8; got another byte, at character 12"),
         (b'{"text": "a", "text": "b"}', 'the key "text" twice'),
         (b'{"text": "a", "score": NaN}', "NaN, which JSON does not have"),
         (b'{"txt": "a"}', 'got "txt"'),
@@ -223,24 +219,29 @@ def test_rows_refused_alike_are_one_line_with_their_count(load):
     ],
 )
 def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, raw):
-    path = tmp_path / "train.csv"
+    path = tmp_path / "train.dat"
     path.write_bytes(raw)
-    said = r"JSON lines .*, Parquet or Arrow; got a file that begins with"
+    said = r"JSON lines .*, Parquet, Arrow or .csv; got a file that begins with"
     with pytest.raises(DataError, match=said) as caught:
         load_dataset([DataSource(path=path)], tokenizer=ByteTokenizer, vocab_size=None)
     assert caught.value.where == str(path)
-    with pytest.raises(DataError, match=said):
-        numbered(Listing(root=path, label="x"))
 
 
-def test_a_table_of_text_is_rows_by_the_command_that_its_error_has(tmp_path):
-    (tmp_path / "train.csv").write_text('text,id\n"a, b\nc",007\nNA,8\n')
-    with pytest.raises(DataError) as caught:
-        load_dataset([DataSource(path=tmp_path / "train.csv")], tokenizer=ByteTokenizer, vocab_size=None)
-    command = caught.value.remedy.partition("by: ")[2].replace("python", sys.executable, 1)
-    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
-    rows = [json.loads(line) for line in (tmp_path / "train.csv.jsonl").read_text().splitlines()]
-    assert rows == [{"text": "a, b\nc", "id": "007"}, {"text": "NA", "id": "8"}]
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("ending", "between"), [("csv", ","), ("tsv", "\t")])
+def test_a_csv_has_rows_of_text_of_which_nothing_is_a_number_or_null(tmp_path, ending, between, packed):
+    raw = f'text{between}id\n"a, b\nc"{between}007\nNA{between}8\n12{between}\n'.encode()
+    path = tmp_path / f"train.{ending}{'.gz' if packed else ''}"
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    dataset = load_dataset([DataSource(path=path)], tokenizer=ByteTokenizer, vocab_size=None)
+    assert [bytes(tokens_of(dataset, row).tolist()) for row in range(3)] == [b"a, b\nc", b"NA", b"12"]
+
+
+def test_a_file_of_text_is_a_document(tmp_path):
+    (tmp_path / "book.txt").write_text("one\n\ntwo\n")
+    dataset = load_dataset([DataSource(path=tmp_path / "book.txt")], tokenizer=ByteTokenizer, vocab_size=None)
+    assert bytes(tokens_of(dataset, 0).tolist()) == b"one\n\ntwo\n"
+    assert dataset.name(0) == "book.txt"
 
 
 def test_lines_are_read_by_any_name(tmp_path):
@@ -323,7 +324,7 @@ def test_rows_come_back_as_written(tmp_path_factory, rows):
 @given(line=st.binary(max_size=60) | st.text(max_size=60).map(str.encode))
 def test_rows_any_line_is_a_row_or_an_error_of_ours(line):
     with contextlib.suppress(LengthwiseError):
-        RowParser(None).parse(line, where="f:1", offset=0, last=False)
+        RowParser(None).parse(line.decode("utf-8", "replace"), where="f:1")
 
 
 @pytest.mark.parametrize(
@@ -346,13 +347,13 @@ def test_rows_any_line_is_a_row_or_an_error_of_ours(line):
 def test_rows_of_alpaca_and_sharegpt_are_chats(row, chat):
     wanted = tuple({"role": role, "content": content} for role, content in chat)
     nulls = {"text": None, "messages": None, "prompt": None}
-    assert RowParser(None).parse(json.dumps(row).encode(), where="r:1", offset=0, last=False).chat.messages == wanted
+    assert RowParser(None).parse(json.dumps(row), where="r:1").chat.messages == wanted
     assert RowParser(None).take({**nulls, **row}, where="t:1").chat.messages == wanted
 
 
 def test_a_row_broken_at_its_end_names_that_column():
     with pytest.raises(DataError, match="at column 13"):
-        RowParser(None).parse(b'{"text": "b"\n', where="r:1", offset=0, last=False)
+        RowParser(None).parse('{"text": "b"\n', where="r:1")
 
 
 def both_ways(row):
@@ -363,7 +364,7 @@ def both_ways(row):
 
 
 def parse(row):
-    return RowParser(None).parse(json.dumps(row).encode(), where="r:1", offset=0, last=False)
+    return RowParser(None).parse(json.dumps(row), where="r:1")
 
 
 def said(chat):

@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given
@@ -69,7 +70,7 @@ def test_store_beside_other_sources_is_all_their_rows_in_order(tmp_path, weighed
 
 def test_store_arrays_are_mapped(store):
     ids, _ = load(store).read(1, 0, 3)
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "rows-" in line]
+    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "data-0" in line]
     spans = [[int(each, 16) for each in span.split("-")] for span, *_ in maps]
     assert any(first <= ids.ctypes.data < last for first, last in spans)
 
@@ -87,7 +88,7 @@ def test_store_of_rows_that_are_not_asked_for_is_refused_by_their_source(tmp_pat
 
 
 def arrow_of(folder):
-    return next(iter(sorted(folder.glob("rows-*.arrow"))))
+    return next(iter(sorted(folder.glob("data-*.arrow"))))
 
 
 @pytest.mark.parametrize("change", ["cut", "longer", "gone", "link", "number", "name"])
@@ -126,7 +127,7 @@ def flip(folder, values, kind="<i4", place=-1):
 
 @pytest.fixture
 def weighed(tmp_path):
-    """Prepare rows of which the second has labels and the third weights, nine tokens in one shard."""
+    """Prepare rows of which the second has labels and the third weights, nine tokens in one file."""
     labels, weights = {"labels": [-100, 4, 5]}, {"weights": [0.5, 0, 2]}
     rows = [{"input_ids": [1, 2, 3], **more} for more in ({}, labels, weights)]
     prepare(write_sources(tmp_path, [rows]), tmp_path / "weighed")
@@ -172,12 +173,13 @@ def test_store_whose_description_changed_is_refused_with_what_to_do(store, chang
     assert caught.value.where == str(made)
 
 
-def test_store_is_a_dataset_that_the_library_opens(store):
-    import datasets
+def test_store_is_a_dataset_of_the_library_whose_rows_a_loop_takes(weighed):
+    from lengthwise.session.row_batch import RowBatch
 
-    ours = load(store)
-    theirs = datasets.load_from_disk(str(store))
-    assert [row["input_ids"] for row in theirs] == [ours.read(row, 0, 999)[0].tolist() for row in range(len(theirs))]
+    ours, rows = load(weighed), datasets.load_from_disk(str(weighed))
+    theirs = RowBatch(list(rows.select_columns(["input_ids", "labels", "weights"]))).dataset
+    assert content(theirs)["rows"] == content(ours)["rows"]
+    assert content(theirs)["weights"] == content(ours)["weights"]
 
 
 def test_store_that_is_replaced_while_it_is_open_stays_what_it_was(tmp_path):

@@ -3,6 +3,7 @@
 import gzip
 import json
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -46,9 +47,7 @@ def write(rows, path, kind):
     if kind != "saved":
         return path
     folder = path.parent / f"{path.name}-saved"
-    folder.mkdir(exist_ok=True)
-    path.replace(folder / "data-0.arrow")
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+    datasets.Dataset.from_file(str(path)).save_to_disk(folder)
     return folder
 
 
@@ -81,12 +80,12 @@ def test_table_bad_row_is_refused(tmp_path, row, said):
     assert caught.value.where == f"{path}:1"
 
 
-def test_table_text_that_is_no_utf8_is_told_with_its_byte(tmp_path):
+def test_table_text_that_is_no_utf8_is_refused(tmp_path):
     raw = pa.array([b"ok", b"ab\xff"], type=pa.binary()).view(pa.string())
     parquet.write_table(pa.table({"text": raw}), tmp_path / "t")
-    with pytest.raises(DataError, match="UTF-8; got byte 0xff at byte offset 2") as caught:
+    with pytest.raises(DataError, match=r"UnicodeDecodeError.* byte 0xff") as caught:
         load(tmp_path / "t")
-    assert caught.value.where == f"{tmp_path / 't'}:2"
+    assert caught.value.where == f"{tmp_path / 't'}, from row 1 on"
 
 
 @pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet", "arrow file", "arrow stream"])
@@ -99,7 +98,7 @@ def test_file_cut_short_is_refused(tmp_path, kind):
 
 def test_table_without_rows_is_refused(tmp_path):
     parquet.write_table(pa.table({"text": pa.array([], type=pa.string())}), tmp_path / "t")
-    with pytest.raises(DataError, match="a table of none"):
+    with pytest.raises(DataError, match="expected rows"):
         load(tmp_path / "t")
 
 
@@ -109,7 +108,7 @@ def test_table_without_rows_is_refused(tmp_path):
         ({"dataset_dict.json": "{}"}, "one split of a saved dataset"),
         ({"state.json": "{"}, "a saved dataset"),
         ({"state.json": '{"_data_files": [{"filename": "../x.arrow"}]}'}, "in its folder"),
-        ({"state.json": '{"_data_files": [{"filename": "x.arrow"}]}'}, "nothing there"),
+        ({"state.json": '{"_data_files": [{"filename": "x.arrow"}]}'}, "a whole file"),
     ],
 )
 def test_saved_dataset_that_is_not_whole_is_refused(tmp_path, files, said):
@@ -120,12 +119,11 @@ def test_saved_dataset_that_is_not_whole_is_refused(tmp_path, files, said):
 
 
 @pytest.mark.parametrize("kind", ["gzip", "zstd", "parquet", "arrow file", "arrow stream", "saved"])
-def test_source_of_every_kind_is_prepared_in_parts_with_rows_by_their_number(tmp_path, kind):
+def test_source_of_every_kind_is_prepared_with_rows_by_their_number(tmp_path, kind):
     rows = [{"input_ids": [number] * (1 + number % 7)} for number in range(99)]
     source = DataSource(path=write(rows, tmp_path / "rows", kind))
     prepare([source], tmp_path / "store")
     assert content(stored(tmp_path / "store")) == content(stored(source))
-    assert len(list((tmp_path / "store").glob("rows-*.arrow"))) > 3
     bad = DataSource(path=write([*rows, {"input_ids": [100]}], tmp_path / "bad", kind))
     with pytest.raises(DataError, match=r":100: expected whole numbers from 0 to 99"):
         prepare([bad], tmp_path / "other", vocab_size=100)

@@ -12,7 +12,7 @@ from hypothesis import given
 from testing.small import make_rows
 
 import lengthwise
-from data.stores import DOCUMENTS, FILES, PART_BYTES, content, load, prepare, small_blocks, write_sources
+from data.stores import DOCUMENTS, FILES, content, load, prepare, write_sources
 from data.test_data_hub import hub  # noqa: F401 - a fixture
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, OutputError, RankError
@@ -54,15 +54,10 @@ def entries(folder):
 
 
 @pytest.fixture
-def small_parts(monkeypatch):
-    """Cut what is prepared into parts of 200 bytes, and prepare in this process."""
-
-    def prepare(*args, **options):
-        with small_blocks():
-            return original(*args, **{**options, "run": map}, part_bytes=PART_BYTES)
-
+def in_this_process(monkeypatch):
+    """Prepare in this process."""
     original = caching.prepare_folder
-    monkeypatch.setattr(caching, "prepare_folder", prepare)
+    monkeypatch.setattr(caching, "prepare_folder", lambda *args, **given: original(*args, **given | {"processes": 1}))
 
 
 @given(files=FILES, documents=DOCUMENTS)
@@ -106,7 +101,7 @@ def ask(cache, source, answers, barrier):
     answers.put((str(found.path), content(load(found))))
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("in_this_process")
 def test_two_that_ask_at_once_share_what_one_prepares(tmp_path, monkeypatch):
     def counted(*args, **options):
         with (tmp_path / "prepared").open("a") as file:
@@ -130,31 +125,27 @@ def test_two_that_ask_at_once_share_what_one_prepares(tmp_path, monkeypatch):
     assert len(entries(tmp_path / "cache")) == 1
 
 
-@pytest.mark.usefixtures("small_parts")
+@pytest.mark.usefixtures("in_this_process")
 def test_one_killed_while_preparing_is_followed_by_the_one_that_waits(tmp_path, monkeypatch):
     source, folder, waiting = rows_file(tmp_path), tmp_path / "cache", FORK.Event()
 
     def prepare_and_die():
-        def show(now):
-            if len(list(folder.glob("*.unfinished/work/*.whole"))) == 2:
-                waiting.wait(timeout=30)
-                os.kill(os.getpid(), signal.SIGKILL)
+        def die(*_args):
+            waiting.wait(timeout=30)
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        monkeypatch.setattr(caching, "progress_line", lambda _line: show)
+        monkeypatch.setattr(preparing, "_checked", die)
         cache_in(folder).prepared([source], "data")
 
     dying = FORK.Process(target=prepare_and_die)
     dying.start()
-    while not list(folder.glob("*.unfinished/work/rows-000001.arrow.whole")):
+    while not list(folder.glob("*.unfinished/work/0.arrow")):
         assert dying.is_alive()
         time.sleep(0.01)
-    told = []
-    monkeypatch.setattr(caching, "progress_line", lambda _line: told.append)
     while_waiting(monkeypatch, waiting.set)
     (found,) = cache_in(folder).prepared([source], "data")
     dying.join()
     assert dying.exitcode == -signal.SIGKILL
-    assert 0 < told[0].found < 1
     assert content(load(found)) == content(load(source))
     (store,) = folder.glob("*/" + NAME)
     assert store.parent == found.path
@@ -226,7 +217,7 @@ def test_a_dataset_of_a_hub_is_prepared_once_too_and_a_hub_that_is_not_there_is_
 def test_a_damaged_entry_is_made_again(tmp_path):
     cache, source = cache_in(tmp_path / "cache"), rows_file(tmp_path)
     (first,) = cache.prepared([source], "data")
-    (first.path / "rows-000000.arrow").write_bytes(b"")
+    next(first.path.glob("data-*.arrow")).write_bytes(b"")
     assert cache.prepared([source], "data") == (first,)
     assert content(load(first)) == content(load(source))
 
@@ -234,7 +225,7 @@ def test_a_damaged_entry_is_made_again(tmp_path):
 def test_a_run_whose_prepared_data_is_changed_ends_at_the_row(tmp_path):
     write_run(tmp_path, make_rows([30, 12, 5, 25, 1, 17, 24]), data=[{"path": "store"}])
     prepare([DataSource(path=tmp_path / "train.jsonl")], tmp_path / "store")
-    tokens = tmp_path / "store/rows-000000.arrow"
+    tokens = next((tmp_path / "store").glob("data-*.arrow"))
     content, (row, *_) = bytearray(tokens.read_bytes()), make_rows([30, 12])[1].values()
     content[content.index(np.array(row, dtype="<i4").tobytes())] ^= 1
     tokens.write_bytes(content)

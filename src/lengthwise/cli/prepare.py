@@ -15,7 +15,7 @@ from lengthwise.cli.sources import NamedSources, asked_sources, is_run_file
 from lengthwise.core.errors import Collector, ConfigError, DataError
 from lengthwise.core.sizes import parse_tokens, read_whole
 from lengthwise.report.figures import count, percent
-from lengthwise.report.progress import LiveLine, progress_line
+from lengthwise.report.progress import LiveLine
 
 if TYPE_CHECKING:
     from lengthwise.data.prepared import Prepared
@@ -28,7 +28,7 @@ class Prepare:
     """Tokenize the data of a run file, or files and folders, into a folder; or verify every byte of such a folder.
 
     A run file then names the folder: `data: [{path: FOLDER}]`. If the command was interrupted or killed, run it again:
-    it continues with the finished shards.
+    it continues with what is finished.
     """
 
     inputs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="RUN.yaml|FILE...")]
@@ -118,9 +118,8 @@ class Prepare:
     def _prepare(self, named: NamedSources, out: Path) -> int:
         from lengthwise.data import load_tokenizer
         from lengthwise.data.prepare import prepare_folder, to_prepare
-        from lengthwise.run.workers import usable_cores, worker_processes
+        from lengthwise.run.workers import usable_cores
 
-        line = LiveLine(sys.stdout)
         load = functools.cache(functools.partial(load_tokenizer, named.tokenizer))
         try:
             plan = to_prepare(
@@ -130,12 +129,11 @@ class Prepare:
                 keys=[f"{named.key}.{number}" for number in range(len(named.sources))],
             )
             assert plan is not None, "no least number of bytes was given"
-            run, show = worker_processes(self.workers or usable_cores()), progress_line(line)
-            made, was_there = prepare_folder(plan, out, run=run, overwrite=self.overwrite, on_progress=show)
+            processes = self.workers or usable_cores()
+            made, was_there = prepare_folder(plan, out, processes=processes, overwrite=self.overwrite)
         except KeyboardInterrupt:
-            line.close()
-            raise KeyboardInterrupt("complete files stay; run the same command to continue") from None
-        line.write(("already prepared, the same: " if was_there else "prepared  ") + prepared_line(made, out))
+            raise KeyboardInterrupt("what is finished stays; run the same command to continue") from None
+        print(("already prepared, the same: " if was_there else "prepared  ") + prepared_line(made, out))
         return 0
 
     def _verify(self) -> int:

@@ -29,14 +29,15 @@ class DataSource(Settings):
 
     path: PathSetting | None = Field(
         default=None,
-        description="a file of JSON lines (plain or gzip), a Parquet or Arrow file, a dataset that save_to_disk wrote, "
-        "or a folder of text files (one file is one document; links and hidden files are left out); relative to the "
-        "run file's folder",
+        description="a file of JSON lines (plain, gzip or Zstandard), Parquet, Arrow or CSV, a dataset that "
+        "save_to_disk wrote, a text file, or a folder of such files (one text is one document; links and hidden files "
+        "are left out); relative to the run file's folder",
     )
     dataset: str | None = Field(
         default=None,
         pattern=rf"^{_HUB_NAME}$",
-        description="a dataset of the Hugging Face hub, org/name; the datasets library downloads and caches it",
+        description="a dataset of the Hugging Face hub, org/name, or a kind of files (csv, json, parquet, ...) with "
+        "data_files: what load_dataset of the datasets library takes as path",
     )
     subset: str | None = Field(
         default=None, min_length=1, description="the name of a dataset's subset, if it has several"
@@ -48,6 +49,9 @@ class DataSource(Settings):
     )
     revision: str | None = Field(
         default=None, min_length=1, description="a branch, tag or commit of a dataset; default: its main branch"
+    )
+    data_files: str | tuple[str, ...] | None = Field(
+        default=None, description="files of a dataset, as load_dataset takes them: paths, URLs, patterns with *"
     )
     python_stdlib: bool = Field(
         default=False,
@@ -127,7 +131,7 @@ class DataSource(Settings):
             expected, got = "a path on this machine", f"{path}: {scheme}:// can only be streamed"
             remedy = "Set `streaming: true`, or mount or copy the data and name that path."
             found.append(ConfigError("path", expected=expected, got=got, remedy=remedy))
-        of_datasets = [key for key in ("subset", "split", "revision") if values.get(key) is not None]
+        of_datasets = [key for key in ("subset", "split", "revision", "data_files") if values.get(key) is not None]
         if "dataset" in given and "split" not in of_datasets:
             remedy = "Add for example `split: train`."
             found.append(ConfigError("split", expected="the split of the dataset", got="none", remedy=remedy))

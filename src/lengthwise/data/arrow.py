@@ -1,8 +1,7 @@
 """Prepared data: a folder of memory-mapped Arrow files, opened without reading its tokens.
 
-    lengthwise.json           sources, settings, tokenizer, sizes of the files, digests (`prepared`)
-    rows-*.arrow              Arrow streams as `datasets` writes them, all rows in order
-    state.json, dataset_info.json   with which `datasets.load_from_disk` opens the folder
+    lengthwise.json     sources, settings, tokenizer, sizes of the files, digests (`prepared`)
+    the other files     what `datasets.save_to_disk` writes: Arrow streams, all rows in order
 
 Files are mapped: the system drops unused pages if memory is short. Opening maps all files, so a folder that is
 replaced later changes no run, and compares lengths, losses and row digests with their SHA-256. Reading a row compares
@@ -31,8 +30,7 @@ from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.prepared import Prepared, read_prepared, refuse
 from lengthwise.data.tokens import TokenRow
 
-UNREADABLE = "unreadable"
-KINDS = ("ids", "text", "pair", "chat", "empty", "bad", TOO_LONG, "refused", UNREADABLE)
+KINDS = ("ids", "text", "pair", "chat", "empty", "bad", TOO_LONG, "refused")
 _LISTS = ("input_ids", "labels", "weights")
 _NO_IDS = np.empty(0, dtype=np.int32)
 
@@ -41,14 +39,14 @@ def schema() -> Any:
     """Return the columns of a prepared folder, as a pyarrow schema.
 
     `labels` is null if they are the ids, `weights` if all are 0 or 1; a row that is left out has no ids. `kind` is an
-    index into `KINDS`, `origin` the number of the listing, `name` the path of a document, null for a line.
+    index into `KINDS`, `name` the path of a document, null for a line.
     """
     import pyarrow as pa
 
     kinds = {
         "input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32()), "weights": pa.list_(pa.float32()),
         "digest": pa.list_(pa.uint8(), ROW_DIGEST_BYTES), "loss_tokens": pa.int64(), "loss_weight": pa.float64(),
-        "largest_id": pa.int32(), "kind": pa.int8(), "origin": pa.int32(), "name": pa.string(), "error": pa.string(),
+        "largest_id": pa.int32(), "kind": pa.int8(), "name": pa.string(), "error": pa.string(),
     }  # fmt: skip
     return pa.schema(list(kinds.items()))
 
@@ -79,12 +77,11 @@ def _column(values: Sequence[Any], kind: Any) -> Any:
 
 
 def _values(row: TokenRow) -> tuple[Any, ...]:
-    kind = KINDS.index(row.kind if row.is_row else UNREADABLE)
-    name, error = row.name if row.is_document else None, row.error
+    kind, name, error = KINDS.index(row.kind), row.name if row.is_document else None, row.error
     if row.tokens is None:
         said = error and json.dumps([error.where, error.expected, error.got, error.remedy])
-        return _NO_IDS, None, None, row.digest, 0, 0.0, 0, kind, row.origin, name, said
-    return *row.arrays, row.digest, *row.losses, int(row.tokens.max()), kind, row.origin, name, None
+        return _NO_IDS, None, None, row.digest, 0, 0.0, 0, kind, name, said
+    return *row.arrays, row.digest, *row.losses, int(row.tokens.max()), kind, name, None
 
 
 class Columns:
@@ -94,7 +91,7 @@ class Columns:
         """Map files. DataError if one is no Arrow stream of these columns, OSError if one is gone."""
         import pyarrow as pa
 
-        expected, tables, self.files = schema(), hashlib.sha256(), paths
+        expected, self.files = schema(), paths
         self.batches, self.paths = list[Any](), list[Path]()
         self._views = dict[int, tuple[list[_View], np.ndarray]]()  # of batches read so far, with their digests
         for path in paths:
@@ -110,14 +107,9 @@ class Columns:
             self.batches += batches
             self.paths += [path] * len(batches)
         self.are_weighed = any(batch.column("weights").null_count < batch.num_rows for batch in self.batches)
-        compared = ("input_ids", "digest", "loss_tokens", *(["loss_weight"] if self.are_weighed else []))
-        for batch in self.batches:
-            for name in compared:
-                for buffer in batch.column(name).buffers()[: 2 if name in _LISTS else None]:
-                    if buffer is not None:
-                        tables.update(buffer)
         self.firsts = [0, *np.cumsum([batch.num_rows for batch in self.batches], dtype=np.int64).tolist()]
-        self.tables = tables.hexdigest()
+        weights = self.numbers("loss_weight") if self.are_weighed else self.lengths[:0]
+        self.tables = _digest_of(self.lengths, *map(_digests, self.batches), self.numbers("loss_tokens"), weights)
 
     def numbers(self, name: str) -> np.ndarray:
         """Return a column of numbers, of all rows."""
@@ -190,6 +182,13 @@ class _View:
         if self.values is None or (self.there is not None and not self.there[place]):
             return None
         return self.values[self.offsets[place] : self.offsets[place + 1]]
+
+
+def _digest_of(*columns: np.ndarray) -> str:
+    found = hashlib.sha256()
+    for column in columns:
+        found.update(np.ascontiguousarray(column).data)
+    return found.hexdigest()
 
 
 def _digests(batch: Any) -> np.ndarray:

@@ -23,10 +23,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core.errors import DataError, LengthwiseError
+from lengthwise.data.blocks import RowBlock
 from lengthwise.data.dataset import RowArrays, plain_weights
-from lengthwise.data.in_order import StreamOrder
-from lengthwise.data.numbered import HashOrder
-from lengthwise.data.source_blocks import SourceBlock
+from lengthwise.data.in_order import HashOrder, StreamOrder
 from lengthwise.data.tokenizer import tokenizer_of_process
 from lengthwise.data.tokens import END, REFUSED, Runner, Tokenizing, TokenRow
 
@@ -270,7 +269,7 @@ class Feed:
                 self._error = error
                 self._condition.notify_all()
 
-    def _blocks(self, epoch: int, place: int, mark: Any) -> Iterator[SourceBlock]:
+    def _blocks(self, epoch: int, place: int, mark: Any) -> Iterator[RowBlock]:
         """Yield the blocks of epoch after epoch."""
         while True:
             block = None
@@ -278,7 +277,7 @@ class Feed:
                 yield block
             if block is None and not place:
                 raise DataError("data", expected="at least one row", got="none", remedy="Add rows.")
-            yield SourceBlock(kind="end", content=None, label="", shown=self._spec.name)
+            yield RowBlock(form="end", shown=self._spec.name)
             epoch, place = epoch + 1, 0
 
     def _end(self, epoch: int, place: int) -> bool:

@@ -12,7 +12,7 @@ import hashlib
 import json
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,12 +22,11 @@ from lengthwise.core.errors import Collector, DataError
 from lengthwise.data.dataset import DatasetBuilder, StoredDataset, plain_weights
 from lengthwise.data.feed import FeedClient, FeedRow, FeedRows, FeedSpec, RowSpan, TokenSlices
 from lengthwise.data.feed_order import BlockShuffle, GlobalShuffle, PlacedRow, RowOrder
-from lengthwise.data.in_order import StreamOrder
-from lengthwise.data.numbered import HashOrder
+from lengthwise.data.in_order import HashOrder, StreamOrder
 from lengthwise.data.prepared import ENCODING
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sampler import Batch, Batches, Position, no_loss
-from lengthwise.data.sources import PART_BYTES, Listing, parts_of, raw_listings
+from lengthwise.data.sources import list_source
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource, RunConfig
@@ -43,35 +42,22 @@ def streamed(sources: Sequence[DataSource], *, seed: int, tokenizer_digest: str,
     return FeedDataset([spec], BlockShuffle(int(sources[0].streaming), seed=seed), tokenizer_digest=tokenizer_digest)
 
 
-def divided(
-    sources: Sequence[DataSource],
-    *,
-    seed: int,
-    tokenizer_digest: str,
-    part_bytes: int = PART_BYTES,
-    **of_tokenizer: Any,
-) -> FeedDataset:
-    """Return the dataset of `remote` sources, with at most `remote` feeds per source, fewer if it has fewer parts.
+def divided(sources: Sequence[DataSource], *, seed: int, tokenizer_digest: str, **of_tokenizer: Any) -> FeedDataset:
+    """Return the dataset of `remote` sources, with `remote` feeds a source: some files each, or equal parts of files.
 
     of_tokenizer: as for `streamed`.
     """
-    refusals, specs, parts_of_feeds = Refusals(), list[FeedSpec](), list[list[Listing]]()
+    refusals, specs = Refusals(), list[FeedSpec]()
     for index, source in enumerate(sources):
-        parts = list[Listing]()
-        for listing in raw_listings(source, f"data.{index}", "remote", refusals.add):
-            try:
-                parts += parts_of(listing, part_bytes)
-            except DataError as error:
-                refusals.add(error)
-        wanted = max(1, min(int(source.remote), len(parts)))
+        files, wanted = list_source(source, refusals.add, key=f"data.{index}", meanwhile="remote"), int(source.remote)
+        shares = -(-wanted // max(1, len(files)))
+        parts = [(index, replace(file, share=(share, shares))) for file in files for share in range(shares)]
         cuts = [len(parts) * number // wanted for number in range(wanted + 1)]
         for number, (first, last) in enumerate(pairwise(cuts), start=1):
-            parts_of_feeds.append(parts[first:last])
-            order = HashOrder([(index, part) for part in parts[first:last]], seed=seed)
-            name = f"data.{index}, actor {number} of {wanted}"
+            name, order = f"data.{index}, actor {number} of {wanted}", HashOrder(parts[first:last], seed=seed)
             specs.append(FeedSpec(name=name, order=order, sources=tuple(sources), **of_tokenizer))
     refusals.raise_all("data")
-    return FeedDataset(specs, GlobalShuffle(parts_of_feeds, seed=seed), tokenizer_digest=tokenizer_digest)
+    return FeedDataset(specs, GlobalShuffle(seed=seed), tokenizer_digest=tokenizer_digest)
 
 
 class FeedDataset:

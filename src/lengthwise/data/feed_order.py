@@ -11,13 +11,13 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from lengthwise.data.feed import FeedRow, ReadFrom, place_of, row_number
 from lengthwise.data.sampler import Position, epoch_order
-from lengthwise.data.sources import Listing
 
 
 @dataclass(slots=True)
@@ -53,7 +53,9 @@ class BlockShuffle:
         """Go to a position: read from its mark, or from the first row if the mark lies inside a block."""
         epoch, place = start[:2]
         saved = json.loads(start[2]) if len(start) > 2 else None
-        read_from, mark = (saved["place"], saved["mark"]) if isinstance(saved, dict) else (0, None)  # a list: of before
+        if not isinstance(saved, dict) or "state" not in saved:  # none, or of an earlier version
+            saved = {"place": 0, "state": None}
+        read_from, mark = saved["place"], saved["state"]
         at = (read_from, mark) if read_from <= self._first_of(place) else (0, None)
         self._marks = deque([(row_number(epoch, at[0]), at[1])])
 
@@ -68,7 +70,7 @@ class BlockShuffle:
     def position(self, epoch: int, place: int) -> Position:
         """Return the position that a resume needs to begin at this place."""
         [((_, read_from, mark), _)] = self.read_from(epoch, place)
-        return (epoch, place, json.dumps({"place": read_from, "mark": mark})) if place else (epoch, 0)
+        return (epoch, place, json.dumps({"place": read_from, "state": mark})) if place else (epoch, 0)
 
     def rows(self, epoch: int, place: int, most: int, request: Request) -> Iterator[tuple[int, PlacedRow]]:
         """Yield (place, row) to the end of an epoch, block by block; request `most` rows at once for blocks of 1."""
@@ -92,31 +94,26 @@ class BlockShuffle:
 
 
 class GlobalShuffle:
-    """The shuffled order of all rows of all feeds; ids count rows over all sources. parts: file parts per feed."""
+    """The shuffled order of all rows of all feeds; ids count rows over all sources."""
 
-    def __init__(self, parts: Sequence[Sequence[Listing]], *, seed: int) -> None:
-        self._parts, self._seed, self.num_rows = parts, seed, 0
+    def __init__(self, *, seed: int) -> None:
+        self._seed, self.num_rows = seed, 0
 
     def attach(self, identities: Sequence[list[Any]]) -> tuple[Any, ...]:
-        """Count the rows of the feeds; return the digests of their files."""
+        """Count the rows of the feeds; return the identities of their files, equal for any number of feeds."""
         counts = [sum(rows for rows, _ in parts) for parts in identities]
-        self._firsts, self._marks, line = np.cumsum([0, *counts]).tolist(), list[tuple[int, int]](), 0
-        for first, parts, counted in zip(self._firsts, self._parts, identities, strict=False):
-            self._marks.append((first, line))
-            for part, (rows, _) in zip(parts, counted, strict=True):
-                line = rows + (line if part.goes_on else 0)
+        self._firsts: list[int] = np.cumsum([0, *counts]).tolist()
         self.num_rows = self._firsts[-1]
-        return [digest for parts in identities for _, digest in parts], []
+        return [identity for identity, _ in groupby(identity for parts in identities for _, identity in parts)], []
 
     def begin(self, start: Position) -> None:
         """Do nothing: a place is enough."""
 
     def read_from(self, epoch: int, place: int) -> list[tuple[ReadFrom, int]]:
         """Return per feed (read position, first row number) for a step that begins at this place."""
-        places = (
-            [int(np.searchsorted(own, place)) for own in self._order(epoch)[2]] if place else [0] * len(self._marks)
-        )
-        return [((epoch, own, mark), row_number(epoch, own)) for own, mark in zip(places, self._marks, strict=True)]
+        own_places = self._order(epoch)[2] if place else [np.empty(0)] * (len(self._firsts) - 1)
+        places = [int(np.searchsorted(own, place)) for own in own_places]
+        return [((epoch, own, mark), row_number(epoch, own)) for own, mark in zip(places, self._firsts, strict=False)]
 
     def position(self, epoch: int, place: int) -> Position:
         """Return the position that a resume needs to begin at this place."""
@@ -145,7 +142,7 @@ class GlobalShuffle:
         """Return row ids of an epoch in order, their feeds, and per feed the places of its rows."""
         order = epoch_order(np.arange(self.num_rows), seed=self._seed, epoch=epoch)
         feeds = np.searchsorted(self._firsts, order, side="right") - 1
-        return order, feeds, [np.flatnonzero(feeds == feed) for feed in range(len(self._marks))]
+        return order, feeds, [np.flatnonzero(feeds == feed) for feed in range(len(self._firsts) - 1)]
 
 
 RowOrder: TypeAlias = BlockShuffle | GlobalShuffle

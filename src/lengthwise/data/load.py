@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.arrow import ArrowRows
+from lengthwise.data.blocks import read_blocks
 from lengthwise.data.dataset import TOO_LONG, DatasetBuilder, StoredDataset, StoredRows, too_long
 from lengthwise.data.in_order import StreamOrder
 from lengthwise.data.prepared import ENCODING, Prepared, UsedTokenizer, is_prepared, read_prepared, refuse
 from lengthwise.data.refusals import Refusals
-from lengthwise.data.source_blocks import read_blocks
 from lengthwise.data.sources import list_source
 from lengthwise.data.tokenizer import Tokenizer
 from lengthwise.data.tokens import BAD, REFUSED, Tokenizing, TokenRow
@@ -60,9 +60,10 @@ def load_dataset(
                 parts += [builder.rows(), mapped] if builder.num_rows else [mapped]
                 builder = DatasetBuilder()
             continue
-        for listing in list_source(source, refusals.add):
-            builder.start_source(where, listing.label, listing.names, source.weight)
-            for row in (row for block in read_blocks(listing) for row in tokenizing.rows(replace(block, source=index))):
+        for file in list_source(source, refusals.add, key=where):
+            builder.start_source(where, file.label, file.names, source.weight)
+            blocks = (replace(block, source=index) for block in read_blocks(file, stream=bool(file.paths)))
+            for row in (row for block in blocks for row in tokenizing.rows(block)):
                 if row.kind == REFUSED:
                     assert row.error is not None, row
                     refusals.add(row.error)

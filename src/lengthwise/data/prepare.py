@@ -1,11 +1,12 @@
-"""Tokenize once: sources to a folder of Arrow files (`arrow`), in order, in the processes of the caller.
+"""Tokenize once: sources to a folder of Arrow files (`arrow`), in order, by `datasets.map` in some processes.
 
-`OUT.unfinished` is renamed to `OUT` when all files are on the disk. After a kill, a second try with the same sources,
-settings and tokenizer keeps the finished files, reads on from the mark of the last, and ends with the same bytes.
+`OUT.unfinished` is renamed to `OUT` once all files are on the disk. A second try keeps what the processes of a killed
+one had finished, if sources, settings, tokenizer and number of processes are the same, and ends with the same rows.
 """
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import hashlib
@@ -13,42 +14,39 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import accumulate, chain, islice
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core import __version__
-from lengthwise.core.errors import ConfigError, DataError, OutputError, RankError, raise_problems
+from lengthwise.core.errors import Collector, ConfigError, DataError, OutputError, RankError, raise_problems
 from lengthwise.core.files import sync, try_lock
-from lengthwise.data.arrow import KINDS, UNREADABLE, Columns, schema, table_of
+from lengthwise.data.arrow import KINDS, Columns, schema, table_of
+from lengthwise.data.blocks import ROWS, block_of, empty_file
 from lengthwise.data.dataset import TOO_LONG
 from lengthwise.data.digests import digest_of_rows
-from lengthwise.data.in_order import listed_blocks
 from lengthwise.data.prepared import (
     ENCODING,
     NAME,
     UNFINISHED,
     Prepared,
-    Progress,
     UsedTokenizer,
     is_prepared,
     read_prepared,
     write_description,
 )
 from lengthwise.data.refusals import Refusals
-from lengthwise.data.sources import PART_BYTES, Listing, list_source
+from lengthwise.data.sources import RowFile, changed_file, list_source, version_of
 from lengthwise.data.tokenizer import Tokenizer, tokenizer_of_process
-from lengthwise.data.tokens import BAD, EMPTY, REFUSED, Runner, Tokenizing, TokenRow
+from lengthwise.data.tokens import BAD, EMPTY, REFUSED, Tokenizing
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-_FILES = 50  # after so many files they are twice as large: training keeps all of them open
-_TASK_BYTES = 1 << 20  # bytes of source files per Arrow batch
 _WORK, _PLAN = "work", "plan.json"
 _LOOK_SECONDS = 0.2
 _LEFT_OUT = (EMPTY, BAD, TOO_LONG)
@@ -57,26 +55,29 @@ _OF_RUNS = {"weight", "remote", "streaming"}  # settings of a source that change
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToPrepare:
-    """Sources with their config paths and listings, and the tokenizer: everything that decides the prepared rows."""
+    """Sources with their config paths and files, and the tokenizer: all that decides the prepared rows.
+
+    files: with the number of the source. versions: path, inode, size and time of every file.
+    """
 
     sources: tuple[DataSource, ...]
     keys: tuple[str, ...]
-    listings: tuple[tuple[int, Listing], ...]
+    files: tuple[tuple[int, RowFile], ...]
     tokenizer: UsedTokenizer | None
     tokenizer_name: str
     vocab_size: int | None
-    files: tuple[tuple[str, int, int, int], ...]
+    versions: tuple[tuple[str, int, int, int], ...]
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of settings, tokenizer, and path, size, inode and time of each file."""
+        """Return the SHA-256 of settings, tokenizer, and of path, size, inode and time of each file."""
         settings = [source.model_dump(mode="json", exclude=_OF_RUNS) for source in self.sources]
         made = None if self.tokenizer is None else asdict(self.tokenizer)
-        values = [ENCODING, made, settings, self.vocab_size, self.files]
+        values = [ENCODING, made, settings, self.vocab_size, self.versions]
         return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
     @property
     def tokenizing(self) -> Tokenizing:
-        """The tokenization of the rows."""
+        """How rows become tokens."""
         tokenizer = functools.partial(tokenizer_of_process, self.tokenizer_name)
         return Tokenizing(sources=self.sources, keys=self.keys, tokenizer=tokenizer, vocab_size=self.vocab_size)
 
@@ -90,14 +91,14 @@ def to_prepare(
     vocab_size: int | None = None,
     least_bytes: int = 0,
 ) -> ToPrepare | None:
-    """Find all files of all sources; return None if they have fewer than `least_bytes` in all.
+    """Find all files of all sources; return None if they have fewer than `least_bytes` together.
 
-    tokenizer: function that loads the tokenizer of that name; if it raises ConfigError, a row of text is an error.
-    keys: config paths of the sources (default: data.0 and so on). vocab_size: rows with larger ids are bad; None skips
-    the check. Raises DataError, or Problems, for missing files, prepared data, streams and weights.
+    tokenizer: loads the tokenizer of that name; if it raises ConfigError, a text is an error later. keys: config paths
+    of the sources; if None, data.0 and so on. vocab_size: rows with larger ids are bad; if None, ids are not checked.
+    Raises DataError, or Problems, for missing files, prepared data, streams and weights.
     """
     keys = [f"data.{number}" for number in range(len(sources))] if keys is None else keys
-    problems, listings = list[DataError](), list[tuple[int, Listing]]()
+    problems, files = list[DataError](), list[tuple[int, RowFile]]()
     for number, (key, source) in enumerate(zip(keys, sources, strict=True)):
         if source.path is not None and is_prepared(source.path):
             remedy = "Name it in a run file as it is."
@@ -108,7 +109,7 @@ def to_prepare(
                 DataError(key, expected="data to prepare", got="a stream, which may not end", remedy=remedy)
             )
         else:
-            listings += [(number, each) for each in list_source(source, problems.append)]
+            files += [(number, each) for each in list_source(source, problems.append, key=key)]
         if source.weight != 1:
             expected, remedy = (
                 "no weight: it is of runs, not of rows",
@@ -116,8 +117,8 @@ def to_prepare(
             )
             problems.append(DataError(f"{key}.weight", expected=expected, got=f"{source.weight}", remedy=remedy))
     raise_problems(problems)
-    files = tuple(_found(path) for _, listing in listings for path in listing.paths)
-    if sum(size for _, size, *_ in files) < least_bytes:
+    versions = tuple((str(path), *version_of(path)) for _, file in files for path in _paths(file))
+    if sum(size for _, _, size, _ in versions) < least_bytes:
         return None
     try:
         loaded = tokenizer()
@@ -127,11 +128,11 @@ def to_prepare(
     return ToPrepare(
         sources=tuple(sources),
         keys=tuple(keys),
-        listings=tuple(listings),
+        files=tuple(files),
         tokenizer=made,
         tokenizer_name=tokenizer_name,
         vocab_size=vocab_size,
-        files=files,
+        versions=versions,
     )
 
 
@@ -139,17 +140,19 @@ def prepare_folder(
     plan: ToPrepare,
     out: Path,
     *,
-    run: Runner = map,
+    processes: int = 1,
     overwrite: bool = False,
     wait_seconds: float | None = None,
     on_start: Callable[[], None] = lambda: None,
-    on_progress: Callable[[Progress], None] = lambda _progress: None,
-    part_bytes: int = PART_BYTES,
 ) -> tuple[Prepared, bool]:
-    """Prepare sources into the folder `out`; return its description, and True if the same folder existed already.
+    """Prepare sources into the folder `out`; return its description, and whether the same folder was there already.
 
-    run: runner that tokenizes, here or in other processes. wait_seconds: time to wait without progress of another
-    process that prepares the folder; None refuses such a folder. All bad rows are reported together.
+    processes: that tokenize. wait_seconds: how long to wait for another process that prepares the
+    folder without progress; if None, a folder that is being prepared is an error.
+
+    Raises:
+        LengthwiseError: sources cannot be read, with all bad rows together; or the folder holds something else, is
+            being written by another process, or cannot be written.
     """
     out = Path(os.path.abspath(out))
     try:
@@ -161,10 +164,10 @@ def prepare_folder(
         if locked is None:
             return read_prepared(out), True
         try:
-            if _is_there(out, plan, overwrite=overwrite):  # the process that held the lock has prepared it
+            if _is_there(out, plan, overwrite=overwrite):  # by the process that held the lock
                 return read_prepared(out), True
             on_start()
-            return _prepare(plan, out, run, on_progress, part_bytes), False
+            return _prepare(plan, out, processes), False
         finally:
             lock.unlink(missing_ok=True)
             locked.close()
@@ -194,7 +197,7 @@ def _hold(lock: Path, out: Path, plan: ToPrepare, wait_seconds: float | None) ->
 
 
 def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
-    """Return whether the folder has the same data, whole; refuse anything else, unless it may be overwritten."""
+    """Return whether the same data is there and whole; OutputError for anything else, unless it may be overwritten."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not is_prepared(out):
@@ -213,9 +216,9 @@ def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
 
 
 def files_in(folder: Path) -> set[Any]:
-    """Return names, sizes and times of the files in a folder, which show progress."""
+    """Return sizes and times of the files in a folder, which show progress."""
     found = set[Any]()
-    with contextlib.suppress(FileNotFoundError):  # the file was renamed
+    with contextlib.suppress(FileNotFoundError):  # it was renamed
         for path in folder.rglob("*"):
             status = path.stat()
             found.add((path, status.st_size, status.st_mtime_ns))
@@ -226,23 +229,20 @@ def _unfinished(out: Path) -> Path:
     return out.with_name(out.name + UNFINISHED)
 
 
-def _prepare(
-    plan: ToPrepare, out: Path, run: Runner, on_progress: Callable[[Progress], None], part_bytes: int
-) -> Prepared:
+def _prepare(plan: ToPrepare, out: Path, processes: int) -> Prepared:
     folder = _unfinished(out)
-    text = f"in order, {plan.fingerprint()} {part_bytes}\n"
-    begun = folder / _WORK / _PLAN
+    text, begun = f"{plan.fingerprint()} {processes}\n", folder / _WORK / _PLAN
     if not _is_whole(folder, plan):
         if not begun.is_file() or begun.read_text(encoding="utf-8") != text:
             shutil.rmtree(folder, ignore_errors=True)
             begun.parent.mkdir(parents=True)
             begun.with_suffix(".tmp").write_text(text, encoding="utf-8")
             begun.with_suffix(".tmp").replace(begun)
-        paths = _write(folder, plan, run, on_progress, part_bytes)
-        for path in folder.iterdir():
-            if path.is_file() and path not in paths:  # a killed process left it
-                path.unlink()
-        write_description(folder, _checked(plan, Columns(paths)), schema(), work=folder / _WORK)
+        rows, firsts = _tokenized(plan, folder / _WORK, processes)
+        made = _checked(plan, Columns([Path(each["filename"]) for each in rows.cache_files]), firsts)
+        rows.save_to_disk(os.fspath(folder))
+        files = {each["filename"]: (folder / each["filename"]).stat().st_size for each in _saved_files(folder)}
+        write_description(folder, replace(made, files=files))
     shutil.rmtree(folder / _WORK, ignore_errors=True)
     if out.exists():
         out.rename(folder / _WORK)  # processes that wait for `out` would refuse one without some of its files
@@ -253,6 +253,10 @@ def _prepare(
     return read_prepared(out)
 
 
+def _saved_files(folder: Path) -> list[dict[str, str]]:
+    return json.loads((folder / "state.json").read_bytes())["_data_files"]
+
+
 def _is_whole(folder: Path, plan: ToPrepare) -> bool:
     """Return whether an earlier process has finished the folder without renaming it."""
     try:
@@ -261,71 +265,85 @@ def _is_whole(folder: Path, plan: ToPrepare) -> bool:
         return False
 
 
-def _write(
-    folder: Path, plan: ToPrepare, run: Runner, on_progress: Callable[[Progress], None], part_bytes: int
-) -> list[Path]:
-    """Write all rows in order, after those of finished files; return all files."""
-    import pyarrow as pa
+def _tokenized(plan: ToPrepare, work: Path, processes: int) -> tuple[Any, list[int]]:
+    """Return all rows as a dataset of the files in `work`, and the number of the first row of every file.
 
-    paths, mark, found = list[Path](), None, 0.0
-    sizes = iter([size for _, size, *_ in plan.files])
-    ends = [*accumulate((sum(islice(sizes, len(listing.paths))) for _, listing in plan.listings), initial=0)]
+    Consecutive files of a source with the same columns are one call of `map`.
+    """
+    import datasets
 
-    def progress(last: TokenRow) -> Progress:
-        first, end = ends[last.origin : last.origin + 2]
-        return Progress(done=(first + last.share * (end - first)) / max(1, ends[-1]), found=found)
+    problems = Collector()
+    attempts = [problems.attempt(functools.partial(_mapped, file, work / "raw")) for _, file in plan.files]
+    problems.raise_all()
+    raw = [rows for rows in attempts if rows is not None]
+    firsts, parts = [*accumulate(map(len, raw), initial=0)], list[Any]()
 
-    while (noted := _noted(path := folder / f"rows-{len(paths):06d}.arrow")).is_file():
-        mark, found = json.loads(noted.read_text(encoding="utf-8"))
-        paths.append(path)
-    now = Progress(done=found, found=found)
-    on_progress(now)
-    with contextlib.closing(
-        plan.tokenizing.run(run, listed_blocks(plan.listings, mark), _packed, _TASK_BYTES)
-    ) as tables:
-        while (first := next(tables, None)) is not None:
-            path, num_bytes, most = folder / f"rows-{len(paths):06d}.arrow", 0, part_bytes << len(paths) // _FILES
-            now = progress(first[1])
-            with path.open("wb") as file, pa.ipc.new_stream(file, schema()) as out:
-                for table, last in chain([first], tables):
-                    out.write_table(table)
-                    mark, now = last.mark, progress(last)
-                    on_progress(now)
-                    num_bytes += table.nbytes
-                    if num_bytes >= most:
-                        break
-            sync(path)
-            noted = _noted(path)
-            noted.with_suffix(".tmp").write_text(json.dumps([mark, now.done]), encoding="utf-8")
-            noted.with_suffix(".tmp").replace(noted)
-            sync(noted.parent)
-            paths.append(path)
-    return paths
+    def alike(number: int) -> tuple[Any, ...]:
+        return plan.files[number][0], plan.files[number][1].form, str(raw[number].features)
 
-
-def _packed(rows: list[TokenRow]) -> tuple[Any, TokenRow]:
-    """Return (table of the rows, the last row without its tokens)."""
-    last = rows[-1]
-    return table_of(rows), TokenRow(kind=last.kind, origin=last.origin, share=last.share, mark=last.mark)
+    for _, group in groupby(range(len(raw)), alike):
+        numbers = [*group]
+        together: Any = datasets.concatenate_datasets([raw[number] for number in numbers])
+        source, files = plan.files[numbers[0]][0], [plan.files[number][1] for number in numbers]
+        starts = [firsts[number] - firsts[numbers[0]] for number in numbers]
+        try:
+            found = together.map(
+                _Tokens(plan.tokenizing, source, files, starts),
+                with_indices=True,
+                batched=True,
+                batch_size=ROWS,
+                writer_batch_size=ROWS,
+                num_proc=number if (number := min(processes, len(together))) > 1 else None,
+                remove_columns=together.column_names,
+                features=datasets.Features.from_arrow_schema(schema()),
+                cache_file_name=os.fspath(work / f"{len(parts)}.arrow"),
+                new_fingerprint=f"{plan.fingerprint()[:32]}{len(parts)}",
+                desc=plan.keys[source],
+            )
+        except RuntimeError as error:  # a process was killed
+            remedy = "Take fewer with {workers}, or take the rows out; the same command goes on with what is there."
+            got = " ".join(str(error).split())[:300]
+            raise RankError("tokenizing", expected="processes that live", got=got, remedy=remedy) from None
+        parts.append(found)
+    return datasets.concatenate_datasets(parts), firsts
 
 
-def _noted(path: Path) -> Path:
-    """Return the path of the note that says that `path` is whole and has the mark of the following rows."""
-    return path.parent / _WORK / f"{path.name}.whole"
+def _mapped(file: RowFile, cache: Path) -> Any:
+    rows = file.open(stream=False, cache=cache)
+    if not len(rows):
+        raise empty_file(file)
+    return rows
 
 
-def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
-    """Return the description of the prepared rows; raise all bad rows together."""
-    kinds, origins = columns.numbers("kind"), columns.numbers("origin")
-    is_row = kinds != KINDS.index(UNREADABLE)
-    refusals, firsts = Refusals(), np.searchsorted(origins[is_row], np.arange(len(plan.listings)))
-    for row in np.flatnonzero(np.isin(kinds, (KINDS.index(REFUSED), KINDS.index(UNREADABLE)))).tolist():
+@dataclass(frozen=True)
+class _Tokens:
+    """What `map` calls with some rows of files of a source. starts: the number of the first row of every file."""
+
+    tokenizing: Tokenizing
+    source: int
+    files: Sequence[RowFile]
+    starts: Sequence[int]
+
+    def __call__(self, batch: Mapping[str, Sequence[Any]], rows: Sequence[int]) -> Any:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        found = []
+        for number, of_file in groupby(range(len(rows)), lambda at: bisect.bisect_right(self.starts, rows[at]) - 1):
+            places = [*of_file]
+            part = {name: values[places[0] : places[-1] + 1] for name, values in batch.items()}
+            block = block_of(self.files[number], part, rows[places[0]] - self.starts[number])
+            found += self.tokenizing.digested(replace(block, source=self.source))
+        return table_of(found)
+
+
+def _checked(plan: ToPrepare, columns: Columns, firsts: Sequence[int]) -> Prepared:
+    """Return the description of the prepared rows; raise an error for all bad rows together."""
+    kinds, refusals = columns.numbers("kind"), Refusals()
+    for row in np.flatnonzero(kinds == KINDS.index(REFUSED)).tolist():
         where, expected, got, remedy = json.loads(columns.text(row, "error") or "")
         refusals.add(DataError(where, expected=expected, got=got, remedy=remedy))
     refusals.raise_all(_together(plan))
-    if tuple(_found(path) for _, listing in plan.listings for path in listing.paths) != plan.files:
-        remedy = "Let whatever writes it finish, then start again."
-        raise DataError(_together(plan), expected="files that do not change", got="a change", remedy=remedy)
+    if any(version_of(Path(path)) != tuple(version) for path, *version in plan.versions):
+        raise changed_file(_together(plan))
     counts = {name: int(number) for name, number in zip(KINDS, np.bincount(kinds, minlength=len(KINDS)), strict=True)}
     skipped = {name: counts[name] for name in _LEFT_OUT if counts[name]}
     if len(kinds) == sum(skipped.values()):
@@ -348,20 +366,16 @@ def _checked(plan: ToPrepare, columns: Columns) -> Prepared:
         skipped=skipped,
         tokenizer=plan.tokenizer if any(counts[name] for name in ("text", "pair", "chat")) else None,
         sources=tuple(source.model_dump(mode="json", exclude=_OF_RUNS) for source in plan.sources),
-        origins=tuple((int(first), listing.label) for first, (_, listing) in zip(firsts, plan.listings, strict=True)),
-        files={path.name: path.stat().st_size for path in columns.files},
+        origins=tuple((first, file.label) for first, (_, file) in zip(firsts, plan.files, strict=False)),
+        files={},
     )
 
 
 def _together(plan: ToPrepare) -> str:
-    """Return the config path of all sources, for messages: `data` for data.0 and data.1, the key of a single one."""
+    """Return the name of all sources in messages: `data` for data.0 and data.1, the key of a single one."""
     return plan.keys[0] if len(plan.keys) == 1 else plan.keys[0].rpartition(".")[0]
 
 
-def _found(path: Path) -> tuple[str, int, int, int]:
-    """Return (path, size, inode, time) of a file; a missing file is reported when it is read."""
-    try:
-        status = path.stat()
-    except OSError:
-        return str(path), 0, 0, 0
-    return str(path), status.st_size, status.st_ino, status.st_mtime_ns
+def _paths(file: RowFile) -> Sequence[Path]:
+    """Return the files that are read, of a hub's dataset those that `datasets` keeps of it."""
+    return file.paths or [Path(each["filename"]) for each in file.open(stream=False).cache_files]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -15,7 +15,7 @@ from lengthwise.config.problems import shown
 from lengthwise.core.errors import DataError
 from lengthwise.core.files import found_at, read_json, sync
 
-NAME, PREPARED = "lengthwise.json", "lengthwise.prepared/1"
+NAME, PREPARED = "lengthwise.json", "lengthwise.prepared/2"
 UNFINISHED = ".unfinished"
 ENCODING = 3  # raise it when the same text gets other ids or labels than before
 AGAIN = "Delete the folder and prepare it again: lengthwise prepare (in the cache: start the run again)."
@@ -48,7 +48,7 @@ class Prepared:
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
-    schema: Literal["lengthwise.prepared/1"] = PREPARED
+    schema: Literal["lengthwise.prepared/2"] = PREPARED
     version: str
     encoding: int
     fingerprint: _Hex
@@ -64,19 +64,11 @@ class Prepared:
     tokenizer: UsedTokenizer | None
     sources: tuple[Mapping[str, object], ...]
     origins: tuple[tuple[_FromZero, str], ...]
-    files: Mapping[Annotated[str, Field(pattern=r"^rows-[0-9a-z_]+\.arrow$")], _FromZero]
+    files: Mapping[Annotated[str, Field(pattern=r"^[0-9a-z_-]+\.arrow$")], _FromZero]
 
     def to_json(self) -> str:
         """Return the text of the description file, with a digest of the values."""
         return signed(asdict(self))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Progress of preparing. done: prepared share of the sources, 0 to 1. found: share that an earlier try prepared."""
-
-    done: float
-    found: float
 
 
 _READER = TypeAdapter(Prepared)
@@ -138,20 +130,11 @@ def read_prepared(folder: Path) -> Prepared:
     return found
 
 
-def write_description(folder: Path, made: Prepared, schema: Any, *, work: Path) -> None:
-    """Write the files that `datasets.load_from_disk` reads, then our own."""
-    from datasets import DatasetInfo, Features
-
-    DatasetInfo(features=Features.from_arrow_schema(schema)).write_to_directory(str(folder))
-    state = {
-        "_data_files": [{"filename": name} for name in made.files], "_fingerprint": made.fingerprint[:32],
-        "_format_columns": None, "_format_kwargs": {}, "_format_type": None, "_output_all_columns": False,
-        "_split": None,
-    }  # fmt: skip
-    (folder / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
-    unfinished = work / f"{NAME}.tmp"
+def write_description(folder: Path, made: Prepared) -> None:
+    """Write the description of a folder, last, so that a folder with a description is whole."""
+    unfinished = folder / f"{NAME}.tmp"
     unfinished.write_text(made.to_json(), encoding="utf-8")
-    for path in (unfinished, folder / "state.json", folder / "dataset_info.json"):
+    for path in (unfinished, *(folder / name for name in made.files)):
         sync(path)
     unfinished.replace(folder / NAME)
     sync(folder)

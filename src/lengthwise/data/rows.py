@@ -54,11 +54,14 @@ class RowParser:
         self._constants: list[str] = []
         self._decoder = json.JSONDecoder(parse_constant=self._note_constant, object_pairs_hook=unique_keys)
 
-    def parse(self, line: bytes, *, where: str, offset: int, last: bool) -> RawRow:
-        """Parse one line. offset: position of its first byte in the file. last: True if no line end follows."""
+    def parse(self, line: str, *, where: str) -> RawRow:
+        """Parse one line, with its line end; a byte that is no UTF-8 is NUL, which no JSON has."""
         if not line.strip():
             return RawRow(where=where, empty="a blank line")
-        values = self._decode(decode_utf8(line, where=where, offset=offset), where, last)
+        if "\0" in line:
+            got = f"another byte, at character {line.index(chr(0)) + 1}"
+            raise refuse_row(where, "UTF-8", got, "Save the file as UTF-8.")
+        values = self._decode(line, where)
         if not isinstance(values, dict):
             raise refuse_row(where, f"an object, {_ROWS}", f"{shown(values)}")
         row = self._row(values, where)
@@ -78,7 +81,7 @@ class RowParser:
         make = {"text": self._text_row, "input_ids": self._ids_row}
         return make.get(next(name for name in _MAIN if name in values), _chat_row)(values, where)
 
-    def _decode(self, text: str, where: str, last: bool) -> object:
+    def _decode(self, text: str, where: str) -> object:
         self._constants.clear()
         if text.startswith("\ufeff"):
             raise refuse_row(where, "JSON", "a byte order mark", "Save the file without it.")
@@ -86,7 +89,7 @@ class RowParser:
             return self._decoder.decode(text)
         except json.JSONDecodeError as error:
             column = min(error.pos, len(text.rstrip())) + 1  # at the end of the line, not at the start of the next
-            cut = "; the file ends inside this line, is it cut off?" if last else ""
+            cut = "" if text.endswith("\n") else "; the file ends inside this line, is it cut off?"
             raise refuse_row(
                 where, "JSON", f"broken JSON: {error.msg.removesuffix(' at')} at column {column}{cut}"
             ) from None
@@ -166,12 +169,12 @@ def _weighed(ids: np.ndarray, weights: object, where: str) -> tuple[np.ndarray, 
     return labels, None if np.isin(found, (0, 1)).all() else found
 
 
-def decode_utf8(raw: bytes, *, where: str, offset: int = 0) -> str:
-    """Decode strictly; the error names the byte and its offset in the file."""
+def decode_utf8(raw: bytes, *, where: str) -> str:
+    """Decode strictly; the error names the byte and its offset."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        got = f"byte {raw[error.start]:#04x} at byte offset {offset + error.start}"
+        got = f"byte {raw[error.start]:#04x} at byte offset {error.start}"
         raise refuse_row(where, "UTF-8", got, "Save the file as UTF-8.") from None
 
 

@@ -1,152 +1,292 @@
-"""Data sources to files of rows: JSON lines, tables, datasets, folders of text, the Python standard library.
+"""Data sources to files of rows, in a fixed order; the `datasets` library reads them.
 
-A source is a list of `Listing`s in a fixed order. All wrong files are reported together.
+A source is a list of `RowFile`s: files of JSON lines, tables, saved datasets, the documents of a folder, a split of a
+dataset of a hub. Wrong ones are reported together, so that a user corrects them at once.
 """
 
 from __future__ import annotations
 
+import codecs
+import csv
 import gzip
+import hashlib
+import io
+import json
 import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from io import BufferedReader, RawIOBase
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
-from lengthwise.data.hub import hub_files
+from lengthwise.data.library import Place, library, versions_of
 from lengthwise.data.prepared import is_prepared
-from lengthwise.data.tables import (
-    ARROW_FILE,
-    ARROW_STREAM,
-    PARQUET,
-    ZSTANDARD,
-    is_saved_dataset,
-    saved_files,
-    unpacked,
-)
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-HEAD = 4096  # first bytes of a file, which show its kind
-GZIP = b"\x1f\x8b"
-PACKED = (GZIP, ZSTANDARD)  # first bytes of packed lines
-_BEGINS = (b"{", b"\xef")  # first bytes of JSON lines; the error of the first row names a byte order mark
-_AS_LINES = """Write an object a line, CSV for example by: python -c "import pandas; pandas.read_csv('NAME', \
-dtype=str, keep_default_na=False).to_json('NAME.jsonl', orient='records', lines=True)\""""
-PART_BYTES = 16 << 20  # of tokens or source files
+HEAD = 4096  # bytes of a file that show its kind
+GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
+PACKED = (GZIP, ZSTANDARD)
+_TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
+_BEGINS = ("{", "\ufeff")  # lines of JSON, with a byte order mark too, which the first row's error names
+_UNPACKED_BYTES = 4 << 20
+_EDGE_BYTES = 1 << 16  # of the begin and end of a file, for its digest
 # tests, and packages installed or compiled beside the library
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-
-_ENDINGS_OF_ROWS = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet", ".arrow")  # of files in a folder
-_BESIDE_ROWS = re.compile(r"(README|LICENSE)(\.\w+)?|dataset_infos?\.json", re.IGNORECASE)  # of hubs, without data
+_ENDINGS = {".jsonl": "text", ".json": "text", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
+_OF_ROWS = re.compile(r".*\.(jsonl|parquet|arrow|csv|tsv)(\.gz|\.zst)?", re.IGNORECASE)  # files in a folder
+_BESIDE_ROWS = re.compile(r"(README|LICENSE)(\.\w+)?|dataset_infos?\.json", re.IGNORECASE)  # are no data, say hubs
+_SAVED = ("state.json", "dataset_dict.json")  # of a folder that `save_to_disk` wrote
 
 Report = Callable[[DataError], None]
 
+# A byte that is no UTF-8 becomes a character that no JSON has, so its line is refused when it is parsed, by its number.
+_NO_UTF8 = "lengthwise.no_utf8"
+codecs.register_error(_NO_UTF8, lambda error: ("\0", getattr(error, "end", 0)))
+LINES: Mapping[str, Any] = {"keep_linebreaks": True, "encoding_errors": _NO_UTF8}
+"""Options with which `datasets` reads lines of JSON as text."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listing:
-    """A file of rows, or documents in order.
+class RowFile:
+    """Rows that `datasets` loads together: of one file, of a split, or a folder's documents.
 
-    root: file of rows, or folder of documents. label: its name in names of rows. names: paths of documents below
-    `root`, None for a file of rows. python: True for Python documents. part: bytes [first, last) of `root`, for the
-    lines that begin there; None for the whole file.
+    form: what a row is: a line of JSON, the columns of a table, or the path of a document (`texts`, `python`). label:
+    the name in names of rows. shown: the name in messages. asked: arguments of `datasets.load_dataset`, without its
+    split. paths: the files of this machine that are read. names: paths of documents below `root`. share: (k, n) for
+    the k-th of n parts of the rows.
     """
 
-    root: Path
+    form: Literal["lines", "columns", "texts", "python"]
     label: str
+    shown: str
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    split: str = "train"
+    root: Path = Path()
+    paths: tuple[Path, ...] = ()
     names: tuple[str, ...] | None = None
-    python: bool = False
-    part: tuple[int, int] | None = None
+    share: tuple[int, int] = (0, 1)
 
     @property
-    def paths(self) -> list[Path]:
-        """All files of the listing."""
-        return [self.root] if self.names is None else [self.root / name for name in self.names]
+    def place(self) -> Place:
+        """Where it is."""
+        return "file" if self.paths else "url" if "data_files" in self.asked else "hub"
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether the part begins after the start of its file."""
-        return self.part is not None and self.part[0] > 0
+    def open(self, *, stream: bool, cache: Path | None = None) -> Any:
+        """Return a `datasets.Dataset`, or an `IterableDataset` to read from the first row on.
 
-    @property
-    def shown(self) -> str:
-        """Name of the file or folder in messages."""
-        return printable_name(self.root)
+        cache: where `datasets` copies files of this machine to; if None, its own cache. DataError if it cannot load
+        them.
+        """
+        import datasets
 
-    def shown_name(self, name: str) -> str:
-        """Return the name of a document in messages."""
-        return printable_name(self.root / name)
+        if self.names is not None:
+            found: Any = datasets.Dataset.from_dict({"document": range(len(self.names))})
+            return found.to_iterable_dataset() if stream else found
+        with library(self.shown, self.place):
+            if not self.asked:
+                found = datasets.load_from_disk(os.fspath(self.root))
+                return found.to_iterable_dataset() if stream else found
+            kept = None if cache is None or not self.paths else os.fspath(cache)
+            return datasets.load_dataset(**self.asked, split=self.split, streaming=stream, cache_dir=kept)
+
+    def identity(self) -> list[Any]:
+        """Return values that differ if the rows may differ: sizes and digests of both ends, or a hub's versions.
+
+        Nodes agree on them. DataError if a file cannot be read.
+        """
+        if not self.paths:
+            with library(self.shown, self.place):
+                return [self.label, *versions_of(self.asked, self.split)]
+        return [self.label, *(_content(path, whole=self.names is not None) for path in self.paths)]
+
+    def versions(self) -> list[tuple[int, int, int]]:
+        """Return inode, size and time of every file, which differ if it was changed or replaced."""
+        return [version_of(path) for path in self.paths]
+
+    def check_unchanged(self, versions: Sequence[tuple[int, int, int]], first: int, last: int) -> None:
+        """Raise DataError if the files of rows [first, last) have other versions; `versions` are of all files."""
+        places = range(len(self.paths)) if self.names is None else range(first, last)
+        for place in places:
+            if version_of(path := self.paths[place]) != versions[place]:
+                raise changed_file(printable_name(path))
 
 
-def list_source(source: DataSource, report: Report) -> list[Listing]:
-    """Find the files of a source, sorted by path: one listing per file of rows, or one for all documents."""
+def list_source(source: DataSource, report: Report, *, key: str = "", meanwhile: str = "") -> list[RowFile]:
+    """Find the files of a source, in order of their paths. meanwhile: the key that reads them during training."""
+    if meanwhile and source.path is not None and is_prepared(source.path):
+        remedy = f"Take `{meanwhile}` out: it has ids, which are read from the disk as they are needed."
+        report(DataError(key, expected=f"raw rows, for `{meanwhile}`", got="prepared data", remedy=remedy))
+        return []
+    try:
+        return _found(source, report)
+    except DataError as error:
+        report(error)
+        return []
+
+
+def _found(source: DataSource, report: Report) -> list[RowFile]:
+    if source.dataset is not None:
+        asked = {"path": source.dataset, "name": source.subset, "revision": source.revision}
+        if source.data_files:
+            asked["data_files"] = source.data_files
+        assert source.split is not None, "a DataSource of a dataset has a split"
+        shown = printable_name(":".join(filter(None, (source.dataset, source.subset, source.split))))
+        return [RowFile(form="columns", label=shown, shown=shown, asked=asked, split=source.split)]
+    if source.url is not None:
+        return [_of_url(source.url, source.split or "train")]
     if source.python_stdlib:
         root, label = Path(sysconfig.get_paths()["stdlib"]), "python_stdlib"
         names = [name for name in _walk(root, _STDLIB_LEFT_OUT, report) if name.endswith(".py")]
-    else:
-        if source.dataset is not None:
-            return _list_hub(source, report)
-        assert source.path is not None, "a DataSource has a path, a dataset or python_stdlib"
-        root, label = source.path, printable_name(source.path.name)
-        if not os.path.isdir(root):
-            return [Listing(root=root, label=label)]
-        if is_saved_dataset(root):
-            return _list_saved(root, label, report)
-        names = _walk(root, frozenset(), report)
-    rows = [] if source.python_stdlib else sorted(name for name in names if name.lower().endswith(_ENDINGS_OF_ROWS))
+        return [_documents(root, label, names, form="python")]
+    assert source.path is not None, "a DataSource has a path, a dataset or python_stdlib"
+    root, label = source.path, printable_name(source.path.name)
+    if not os.path.isdir(root):
+        return [row_file(root, label)]
+    if any(os.path.isfile(root / name) for name in _SAVED):
+        return [_saved(root, label)]
+    names = _walk(root, frozenset(), report)
+    rows = sorted(name for name in names if _OF_ROWS.fullmatch(name))
     others = sorted(name for name in names if name not in rows and not _BESIDE_ROWS.fullmatch(name.rpartition("/")[2]))
     if rows and others:
         got = f"{counted(len(rows), 'file')} of rows ({rows[0]}) and {counted(len(others), 'other')} ({others[0]})"
         remedy = "{name_files|Name each file of rows as a source of its own, or move the others away}."
-        report(DataError(printable_name(root), expected="a folder of rows or of texts", got=got, remedy=remedy))
-    elif rows:
-        return [Listing(root=root / name, label=printable_name(f"{label}/{name}")) for name in rows]
+        raise DataError(printable_name(root), expected="a folder of rows or of texts", got=got, remedy=remedy)
+    if rows:
+        return [row_file(root / name, printable_name(f"{label}/{name}")) for name in rows]
     if not names:
         remedy = "Hidden files and links are left out; name a folder that has others."
-        report(DataError(printable_name(root), expected="files", got="a folder without any", remedy=remedy))
-    return [Listing(root=root, label=label, names=tuple(sorted(names)), python=source.python_stdlib)]
+        raise DataError(printable_name(root), expected="files", got="a folder without any", remedy=remedy)
+    return [_documents(root, label, names)]
 
 
-def raw_listings(source: DataSource, key: str, word: str, report: Report) -> list[Listing]:
-    """Find the files of a source that is read during training; report prepared data. word: `remote` or `streaming`."""
-    if source.path is not None and is_prepared(source.path):
-        remedy = f"Take `{word}` out: it has ids, which are read from the disk as they are needed."
-        report(DataError(key, expected=f"raw rows, for `{word}`", got="prepared data", remedy=remedy))
-        return []
-    return list_source(source, report)
+def _documents(root: Path, label: str, names: list[str], form: Literal["texts", "python"] = "texts") -> RowFile:
+    ordered = tuple(sorted(names))
+    paths, shown = tuple(root / name for name in ordered), printable_name(root)
+    return RowFile(form=form, label=label, shown=shown, root=root, names=ordered, paths=paths)
 
 
-def _list_hub(source: DataSource, report: Report) -> list[Listing]:
-    name, split = source.dataset, source.split
-    assert name is not None, "asked of a dataset"
-    assert split is not None, "a DataSource of a dataset has a split"
+def _saved(root: Path, label: str) -> RowFile:
+    shown = printable_name(root)
+    if not os.path.isfile(root / _SAVED[0]):
+        remedy = "Name each as a source of its own, with its path: FOLDER/train."
+        raise DataError(shown, expected="one split of a saved dataset", got="a folder of several", remedy=remedy)
     try:
-        files = hub_files(name, subset=source.subset, split=split, revision=source.revision)
-    except DataError as error:
-        report(error)
-        return []
-    return [Listing(root=file, label=printable_name(f"{name}/{file.name}")) for file in files]
+        names = [each["filename"] for each in json.loads((root / _SAVED[0]).read_bytes())["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        got = f"{_SAVED[0]} with {type(error).__name__}: {str(error)[:100]}"
+        raise DataError(shown, expected="a saved dataset", got=got, remedy="Save it again.") from None
+    if wrong := [name for name in names if Path(name).name != name]:
+        expected = "a dataset with all its rows in its folder"
+        raise DataError(shown, expected=expected, got=f"{wrong}", remedy="Save it again.")
+    paths = (root / _SAVED[0], *(root / name for name in names))
+    return RowFile(form="columns", label=label, shown=shown, root=root, paths=paths)
 
 
-def _list_saved(folder: Path, label: str, report: Report) -> list[Listing]:
+def _of_url(url: str, split: str) -> RowFile:
+    shown = printable_name(url)
+    ending = re.search(r"(\.\w+?)(\.gz|\.zst)?(\?|$)", url.lower())
+    builder = _ENDINGS.get(ending[1] if ending else "")
+    if builder is None:
+        expected, remedy = f"a URL of {', '.join(_ENDINGS)}, perhaps with .gz or .zst", "Name such files."
+        raise DataError(shown, expected=expected, got="another ending", remedy=remedy)
+    form, options = ("lines", LINES) if builder == "text" else ("columns", {})
+    return RowFile(
+        form=form, label=shown, shown=shown, split=split, asked={"path": builder, "data_files": [url], **options}
+    )
+
+
+def row_file(path: Path, label: str) -> RowFile:
+    """Return a file of this machine by its first bytes and its ending. DataError for one of no known kind."""
+    import glob
+
+    shown, (head, is_packed) = printable_name(path), _head(path)
+    builder = next((kind for magic, kind in _TABLES.items() if head.startswith(magic)), None)
+    of_file: dict[str, Any] = {"label": label, "shown": shown, "root": path, "paths": (path,)}
+    ending = path.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+    if builder is None and ending in ("csv", "tsv"):
+        return RowFile(form="columns", **of_file, asked=_csv(path, head, "\t" if ending == "tsv" else ","))
+    if builder is None and ending in ("txt", "md") and not is_packed:
+        return RowFile(form="texts", **{**of_file, "root": path.parent}, names=(path.name,))
+    if builder is None:
+        _check_lines(head, path)
+    if builder == "parquet" and not _parquet_rows(path):
+        raise DataError(shown, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
+    asked = {"path": builder or "text", "data_files": [glob.escape(os.fspath(path))], **({} if builder else LINES)}
+    return RowFile(form="columns" if builder else "lines", asked=asked, **of_file)
+
+
+def _head(path: Path) -> tuple[bytes, bool]:
+    """Return the first bytes of a regular file, unpacked, and whether it is packed."""
+    with readable(path), path.open("rb") as file:
+        head = file.read(HEAD)
+        file.seek(0)
+        try:
+            if head.startswith(GZIP):
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    return unpacked.read(HEAD), True
+            if head.startswith(ZSTANDARD):
+                return _whole_zstandard(file), True
+        except (OSError, EOFError, zlib.error) as error:
+            got = f"{type(error).__name__}: {error}"
+            raise DataError(printable_name(path), expected="a whole file", got=got, remedy="Copy it again.") from None
+    return head, False
+
+
+def _parquet_rows(path: Path) -> int:
+    import pyarrow as pa
+    from pyarrow import parquet
+
     try:
-        return [Listing(root=each, label=f"{label}/{each.name}") for each in saved_files(folder)]
-    except DataError as error:
-        report(error)
-        return []
+        return parquet.read_metadata(path).num_rows
+    except (pa.ArrowException, OSError) as error:
+        got = " ".join(str(error).split())[:200]
+        raise DataError(printable_name(path), expected="a whole file", got=got, remedy="Copy it again.") from None
+
+
+def _whole_zstandard(file: BinaryIO) -> bytes:
+    """Unpack a file to its end, and return the first bytes; OSError if it is cut, which `datasets` does not notice."""
+    import pyarrow as pa
+
+    with pa.CompressedInputStream(file, "zstd") as unpacked:
+        head = unpacked.read(HEAD)
+        while unpacked.read(_UNPACKED_BYTES):
+            pass
+    return head
+
+
+def _csv(path: Path, head: bytes, delimiter: str) -> dict[str, Any]:
+    """Return arguments that read a CSV file with every column as text, nothing of it taken for a number or null."""
+    import glob
+
+    from datasets import Features, Value
+
+    columns = next(csv.reader(io.StringIO(head.decode("utf-8", "replace")), delimiter=delimiter), [])
+    features = Features({column: Value("string") for column in columns})
+    plain: dict[str, Any] = {"keep_default_na": False, "na_filter": False, "sep": delimiter, "features": features}
+    return {"path": "csv", "data_files": [glob.escape(os.fspath(path))], **plain}
+
+
+def _check_lines(head: bytes, path: Path) -> None:
+    """Raise DataError for a file that is an array, or none of whose first lines is an object."""
+    text = head.decode("utf-8", "replace").lstrip()
+    has_objects = any(line.lstrip()[:1] in _BEGINS for line in text.split("\n"))
+    if text and (text.startswith("[") or not has_objects):
+        expected = "JSON lines (plain, gzip or Zstandard), Parquet, Arrow or .csv"
+        got, remedy = f"a file that begins with {head[:16]!r}", "Write an object a line."
+        raise DataError(printable_name(path), expected=expected, got=got, remedy=remedy)
 
 
 def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
-    """Return paths of the regular files below `root`, with slashes, without hidden files and links.
+    """Return paths of the regular files below `root`, with slashes; hidden ones and links are left out.
 
-    A link inside the folder would repeat a document; one that leads out of it could read anything.
+    A link inside the folder would repeat a document and one that leads out of it could read anything.
     """
 
     def refuse(error: OSError) -> None:
@@ -162,84 +302,43 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     return names
 
 
-def is_table(file: BufferedReader) -> bool:
-    """Return whether an open file is Parquet or Arrow."""
-    return file.peek(HEAD).startswith((PARQUET, ARROW_FILE, ARROW_STREAM))
-
-
-def check_lines(file: BufferedReader, path: Path) -> None:
-    """Raise DataError for an open, unpacked file that is an array, or whose first lines have no object."""
-    head = file.peek(HEAD)[:HEAD]
-    has_objects = any(line.lstrip().startswith(_BEGINS) for line in head.split(b"\n"))
-    if head.strip() and (head.lstrip()[:1] == b"[" or not has_objects):
-        expected = "JSON lines (plain, gzip or Zstandard), Parquet or Arrow"
-        got, remedy = f"a file that begins with {head[:16]!r}", _AS_LINES.replace("NAME", path.name)
-        raise DataError(printable_name(path), expected=expected, got=got, remedy=remedy)
-
-
-def parts_of(listing: Listing, most_bytes: int) -> list[Listing]:
-    """Cut plain lines and documents into parts of about `most_bytes`; a table or packed file is one part."""
-    if listing.names is not None:
-        sizes = [path.stat().st_size for path in listing.paths]
-        return [replace(listing, names=listing.names[first:last]) for first, last in _spans(sizes, most_bytes)]
-    with open_source(listing.root) as rows, listing.root.open("rb") as file:
-        if is_table(rows) or file.read(4).startswith(PACKED):
-            return [listing]
-        size = os.fstat(file.fileno()).st_size
-    firsts = range(0, max(1, size), most_bytes)
-    return [replace(listing, part=(first, first + most_bytes)) for first in firsts]
-
-
-def _spans(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield [first, last) of runs of about `most` bytes."""
-    first = num_bytes = 0
-    for number, size in enumerate(sizes):
-        num_bytes += size
-        if num_bytes >= most or number == len(sizes) - 1:
-            yield first, number + 1
-            first, num_bytes = number + 1, 0
-
-
 @contextmanager
-def open_source(path: Path, *, rows: bool = True) -> Iterator[BufferedReader]:
-    """Open a regular file to read it whole; DataError if the system refuses, or if the file changes meanwhile.
-
-    rows: True allows tables, and unpacks gzip and Zstandard.
-    """
-    shown = printable_name(path)
+def readable(path: Path) -> Iterator[None]:
+    """Let the block read a regular file; DataError if the system refuses."""
     try:
-        if not path.is_file():  # a pipe would block, a device would never end
+        if not path.is_file():  # a pipe would block, a device never end
             got = "something else" if path.exists() else "nothing there"
-            raise DataError(shown, expected="a regular file", got=got, remedy="Correct the path.")
-        with path.open("rb") as file:
-            before = os.fstat(file.fileno())
-            head = file.peek(HEAD)
-            if rows and head.startswith(GZIP):
-                with gzip.GzipFile(fileobj=file) as packed:
-                    yield BufferedReader(cast(RawIOBase, packed))
-            elif rows and head.startswith(ZSTANDARD):
-                with unpacked(file, shown) as lines:
-                    yield lines
-            else:
-                yield file
-        after = path.stat()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise DataError(shown, expected="a whole file of gzip", got=f"{error}", remedy="Copy it again.") from None
+            raise DataError(printable_name(path), expected="a regular file", got=got, remedy="Correct the path.")
+        yield
     except OSError as error:
         raise _unreadable(path, error) from None
-    if version_of(before) != version_of(after):
-        raise changed_file(path, f"a change ({before.st_size} bytes before, {after.st_size} after)")
 
 
-def version_of(status: os.stat_result) -> tuple[int, int, int]:
-    """Return inode, size and time of a file, which differ if it was changed or replaced."""
+def _content(path: Path, *, whole: bool) -> list[Any]:
+    """Return the size of a file and the digest of its first and last bytes; of a document (`whole`) the size alone."""
+    with readable(path), path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if whole:
+            return [size]
+        found = hashlib.sha256(file.read(_EDGE_BYTES))
+        file.seek(max(0, size - _EDGE_BYTES))
+        found.update(file.read(_EDGE_BYTES))
+    return [size, found.hexdigest()]
+
+
+def version_of(path: Path) -> tuple[int, int, int]:
+    """Return inode, size and time of a file; zeros if it is not there."""
+    try:
+        status = path.stat()
+    except OSError:
+        return 0, 0, 0
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def changed_file(path: Path, got: str = "a change") -> DataError:
+def changed_file(shown: str) -> DataError:
     """Return the error for a file that was changed or replaced while it is needed."""
     remedy = "Let whatever writes it finish, then start again."
-    return DataError(printable_name(path), expected="a file that does not change", got=got, remedy=remedy)
+    return DataError(shown, expected="a file that does not change", got="a change", remedy=remedy)
 
 
 def _unreadable(path: Path, error: OSError) -> DataError:

@@ -1,22 +1,21 @@
 """Rows to rows of tokens: tokenized, checked against the settings of their source, and counted.
 
-All readers of data make their rows here: to keep them in memory, to write them to a folder, or to feed them.
+Everything that reads data makes its rows here, to keep them in memory, to write them to a folder, or to feed them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.blocks import RowBlock
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, RowArrays, sum_of_weights, too_long
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.rows import RawRow, RowParser
-from lengthwise.data.source_blocks import BLOCK_BYTES, BlockGroup, SourceBlock, together
 from lengthwise.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,17 +24,17 @@ if TYPE_CHECKING:
 BAD, EMPTY, REFUSED, END = "bad", "empty", "refused", "end"
 
 Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""Function like `map`, perhaps in other processes: calls a function with every task, and yields results in order."""
+"""Calls a function with every task, perhaps in other processes, and yields the results in order, as `map` does."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenRow:
-    """A row of tokens, or the reason for its absence.
+    """A row of tokens, or the reason why it has none.
 
     kind: ids, text, pair or chat; EMPTY, BAD or TOO_LONG if its source leaves it out; REFUSED if it stops the run.
-    labels: None if they are the tokens. weights: None if all are 0 or 1. error: error of a bad row. is_row: False for
-    an error of a file, and for the END of an epoch. name: place of the row. digest: digest of ids, labels and weights.
-    mark: mark of its block, on the block's last row.
+    error: of a bad row. labels: None if they are the tokens. weights: None if all are 0 or 1. is_row: False for an
+    error of a file, and for the END of an epoch. name: its place. digest: of ids, labels and weights. mark: of its
+    block, for the last row there.
     """
 
     kind: str
@@ -48,8 +47,6 @@ class TokenRow:
     name: str = ""
     digest: bytes = bytes(ROW_DIGEST_BYTES)
     source: int = 0
-    origin: int = 0
-    share: float = 1.0
     mark: Any = None
 
     @property
@@ -60,24 +57,17 @@ class TokenRow:
 
     @property
     def losses(self) -> tuple[int, float]:
-        """(number of loss tokens, sum of their weights) of a row with tokens."""
+        """Loss tokens of a row with tokens, and the sum of their weights."""
         ids, labels, weights = self.arrays
         losses = len(ids) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
         return losses, float(losses) if weights is None else sum_of_weights(weights)
 
 
-def _placed(row: TokenRow, block: SourceBlock, name: str) -> TokenRow:
-    row.source, row.origin, row.share, row.name = block.source, block.origin, block.share, name
-    row.is_document, row.mark = block.name is not None, None if row.is_row else block.mark
-    return row
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizing:
-    """The way from rows to tokens.
+    """How rows become tokens. keys: config paths of the sources. tokenizer: called for every text.
 
-    keys: config paths of the sources. tokenizer: function that is called for every text. vocab_size: vocabulary of the
-    model; None skips the check of ids.
+    vocab_size: the model's; if None, ids are not checked.
     """
 
     sources: Sequence[DataSource]
@@ -85,38 +75,30 @@ class Tokenizing:
     tokenizer: Callable[[], Tokenizer]
     vocab_size: int | None
 
-    def run(
-        self,
-        run: Runner,
-        blocks: Iterator[SourceBlock],
-        pack: Callable[[list[TokenRow]], Any] = list,
-        task_bytes: int = BLOCK_BYTES,
-    ) -> Generator[Any]:
-        """Tokenize blocks in order by a runner, several per task; yield `pack` of the rows of every task."""
-        yield from run(partial(self._packed, pack), together(blocks, task_bytes))
+    def run(self, run: Runner, blocks: Iterator[RowBlock]) -> Generator[list[TokenRow]]:
+        """Tokenize blocks in order, by a runner, a block a task; yield the rows of every block, with digests."""
+        yield from run(self.digested, blocks)
 
-    def _packed(self, pack: Callable[[list[TokenRow]], Any], blocks: BlockGroup) -> Any:
-        rows = [row for block in blocks for row in self.rows(block)]
+    def digested(self, block: RowBlock) -> list[TokenRow]:
+        """Return the rows of a block in order, with digests."""
+        rows = [*self.rows(block)]
         for row in rows:
             if row.tokens is not None:
                 row.digest = row_digest(*row.arrays)
-        return pack(rows)
+        return rows
 
-    def rows(self, block: SourceBlock) -> Iterator[TokenRow]:
-        """Yield the rows of a block in order, without digests."""
-        if block.kind in ("error", "end"):
-            kind, error = (REFUSED, block.content) if block.kind == "error" else (END, None)
-            found = TokenRow(kind=kind, error=error, is_row=False)
-            yield _placed(found, block, block.shown)
+    def rows(self, block: RowBlock) -> Iterator[TokenRow]:
+        """Yield the rows of a block in order, without digests; one that is no row for an error of a file, or an end."""
+        if block.form in ("error", "end"):
+            kind = END if block.error is None else REFUSED
+            yield TokenRow(kind=kind, error=block.error, is_row=False, name=block.shown, source=block.source)
             return
-        source, key, found = self.sources[block.source], self.keys[block.source], None
-        for number, row in enumerate(block.rows(RowParser(self.vocab_size)), start=block.first):
-            if found is not None:
-                yield found
-            name = f"{block.label}:{number}" if block.name is None else block.name
-            found = _placed(self._row(row, source, key), block, name)
-        if found is not None:
-            found.mark = block.mark
+        source, key = self.sources[block.source], self.keys[block.source]
+        last = len(block.rows) - 1
+        for number, (name, row) in enumerate(block.parsed(RowParser(self.vocab_size))):
+            found = self._row(row, source, key)
+            found.source, found.name, found.is_document = block.source, name, block.has_documents
+            found.mark = block.mark if number == last else None
             yield found
 
     def _row(self, row: RawRow | DataError, source: DataSource, key: str) -> TokenRow:

@@ -10,14 +10,11 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Iterator
+from typing import TextIO
 
 from lengthwise.core.errors import printable
-from lengthwise.report.figures import clock, percent, seconds
-
-if TYPE_CHECKING:
-    from lengthwise.data.prepared import Progress
+from lengthwise.report.figures import clock
 
 _LIVE_SECONDS, _PLAIN_SECONDS = 0.2, 10.0  # between two lines of progress, on a terminal and elsewhere
 _SILENT_SECONDS = 2.0  # without a line, after which the phase of work is shown
@@ -142,19 +139,3 @@ def showing(phase: str, stream: TextIO) -> Iterator[PhaseLine]:
         yield phases
     finally:
         phases.close()
-
-
-def progress_line(line: LiveLine) -> Callable[[Progress], None]:
-    """Return a function that shows the progress of a preparation, and the time left."""
-    start = time.monotonic()
-
-    def show(now: Progress) -> None:
-        text = f"[{'#' * round(_BAR * now.done):.<{_BAR}}] {percent(now.done)}"
-        if now.found:
-            text += f", {percent(now.found)} of an earlier try"
-        if now.done > now.found:
-            left = (time.monotonic() - start) * (1 - now.done) / (now.done - now.found)
-            text += f", {seconds(left)} left"
-        line.update(text)
-
-    return show

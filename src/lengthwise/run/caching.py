@@ -1,8 +1,8 @@
 """The cache of large sources: the first process of a node that needs one prepares it, all others open it.
 
 Entries are folders of `~/.cache/lengthwise`, or of LENGTHWISE_CACHE, named by files (path, size, inode, time), settings
-and tokenizer. Small sources, and all with LENGTHWISE_CACHE=off, are read into memory. One process prepares, with a
-worker a core; the others wait while it makes progress.
+and tokenizer. Small sources, and all with LENGTHWISE_CACHE=off, are read into memory. One process prepares, by
+`datasets.map` with a process a core; the others wait while it makes progress.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from lengthwise.core.errors import Collector, DataError, OutputError
 from lengthwise.data import Tokenizer
 from lengthwise.data.prepare import prepare_folder, to_prepare
 from lengthwise.data.prepared import is_prepared
-from lengthwise.report.progress import LiveLine, progress_line
-from lengthwise.run.workers import usable_cores, worker_processes
+from lengthwise.run.workers import usable_cores
 
 VARIABLE = "LENGTHWISE_CACHE"
 
@@ -69,24 +68,21 @@ class DataCache:
             return source  # its reader reports the problem
         if plan is None:
             return source
-        folder, line = self.folder / plan.fingerprint()[:32], LiveLine(sys.stderr)
+        folder = self.folder / plan.fingerprint()[:32]
         begin = f"{key} is prepared once, into {folder} (another folder, or off: {VARIABLE})"
         try:
             prepare_folder(
                 plan,
                 folder,
-                run=worker_processes(usable_cores(), timeout_seconds=self.timeout_seconds),
+                processes=usable_cores(),
                 overwrite=True,  # of a damaged folder
                 wait_seconds=self.timeout_seconds,
-                on_start=lambda: line.write(begin),
-                on_progress=progress_line(line),
+                on_start=lambda: print(begin, file=sys.stderr, flush=True),
             )
         except OutputError as error:
             remedy = f"Make room, name another folder with {VARIABLE}, or set it to off: data is then read into memory."
             expected = "a folder for prepared data"
             raise OutputError(str(self.folder), expected=expected, got=error.got, remedy=remedy) from None
-        finally:
-            line.close()
         return DataSource(path=folder, weight=source.weight)
 
 
