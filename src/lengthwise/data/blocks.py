@@ -1,6 +1,6 @@
-"""Files read in order, as blocks of rows that are not parsed yet. Processes that tokenize parse them.
+"""Files read in order, as blocks of unparsed rows, which the processes that tokenize parse.
 
-A block has some rows, and a mark from which its file is read on: the number of rows before, and the state of the
+A block has some rows and a mark, from which its file is read on: the number of rows before, and the state of the
 library's dataset.
 """
 
@@ -18,7 +18,7 @@ from lengthwise.data.library import of_library
 from lengthwise.data.rows import RawRow, RowParser, decode_utf8
 from lengthwise.data.sources import HEAD, PACKED, RowFile, changed_file, printable_name, readable, version_of
 
-ROWS = 64  # of a block
+ROWS = 64  # rows of a block
 _DOCUMENTS = 4
 
 # Rows of training data in a .json file: one of these among the first keys of an object, alone or first of an array.
@@ -27,12 +27,12 @@ _ROWS_OF_JSON = re.compile(rb'\s*(\[\s*)?\{[^{}\[\]]*"(text|input_ids|messages|c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowBlock:
-    """Rows of a file that were read together.
+    """Consecutive rows of a file.
 
-    form: what `rows` are: lines, columns of a row, or paths of documents below `root`; or `error`, the DataError of a
-    file, or `end`, of an epoch, without rows. label: the file's name in names of rows. shown: its name in messages.
-    first: the number of the first row in its file, from 1. mark: the place of the next rows, of the last block with
-    one. source: the number of the source.
+    form: form of `rows`: lines, columns of a row, or paths of documents below `root`; or `error`, the DataError of a
+    file, or `end`, of an epoch, without rows. label: name of the file in names of rows. shown: its name in messages.
+    first: number of the first row in its file, from 1. mark: place of the next rows, or None. source: number of the
+    source.
     """
 
     form: Literal["lines", "columns", "texts", "python", "error", "end"]
@@ -51,11 +51,11 @@ class RowBlock:
         return self.form in ("texts", "python")
 
     def __str__(self) -> str:
-        """Describe the work on it, for messages."""
+        """Return the description of the task, for messages."""
         return f"tokenizing {self.shown} from row {self.first} on"
 
     def parsed(self, parser: RowParser) -> Iterator[tuple[str, RawRow | DataError]]:
-        """Yield the name of every row, and what it has, or the error of a bad one."""
+        """Yield (name, parsed row, or the error of a bad one) of every row."""
         for number, row in enumerate(self.rows, start=self.first):
             if self.has_documents:
                 name, where = row, printable_name(self.root / row)
@@ -76,10 +76,10 @@ class RowBlock:
 def read_blocks(
     file: RowFile, mark: Sequence[Any] | None = None, *, stream: bool = True, versions: Sequence[Any] | None = None
 ) -> Iterator[RowBlock]:
-    """Read a file from a mark on; what is wrong with it becomes a block of form `error`.
+    """Read a file from a mark on; a wrong file becomes a block of form `error`.
 
-    stream: without a copy in the cache of `datasets`, and with marks. versions: those that its files should have; if
-    None, the present ones.
+    stream: True reads without a copy in the cache of `datasets`, and with marks. versions: expected versions of its
+    files (default: the present ones).
     """
     before, state = mark or (0, None)
     try:
@@ -99,7 +99,7 @@ def read_blocks(
 
 
 def block_of(file: RowFile, found: Mapping[str, Sequence[Any]], before: int) -> RowBlock:
-    """Return a batch of columns as a block. before: the number of rows of the file before it."""
+    """Return a batch of columns as a block. before: number of rows of the file before it."""
     if file.names is not None:
         rows: list[Any] = [file.names[number] for number in found["document"]]
     elif file.form == "lines":

@@ -1,4 +1,4 @@
-"""The orders in which a feed reads rows: files one after the other, or the order of all rows of the run."""
+"""The orders in which a feed reads rows: files one after the other, or the shuffled order of all rows of the run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class StreamOrder:
 
     @property
     def identity(self) -> list[Any]:
-        """Values that differ if the rows may differ. DataError, or Problems, for sources that are no stream."""
+        """Values that differ if the rows may differ; raises DataError, or Problems, for sources that are no stream."""
         return [identity for _, _, identity, _ in self._files]
 
     def blocks(self, epoch: int = 0, place: int = 0, mark: Any = None) -> Iterator[RowBlock]:
@@ -63,9 +63,9 @@ class StreamOrder:
 
 
 class HashOrder:
-    """Some parts of all sources, in the order of all rows of the run. A mark is the number of rows before these parts.
+    """Some parts of all sources, in the shuffled order of all rows. A mark is the number of rows before them.
 
-    parts: (number of the source, file). seed: of the order.
+    parts: (source number, file) pairs. seed: seed of the order.
     """
 
     def __init__(self, parts: Sequence[tuple[int, RowFile]], *, seed: int) -> None:
@@ -81,7 +81,7 @@ class HashOrder:
         return [[each.num_rows, each.identity] for each in self._rows]
 
     def blocks(self, epoch: int, place: int, mark: int) -> Iterator[RowBlock]:
-        """Read the rows of an epoch from a place in its order on, a row a block."""
+        """Read the rows of an epoch from a place in its order on, one row per block."""
         firsts = [*itertools.accumulate((each.num_rows for each in self._rows), initial=0)]
         order = epoch_order(np.arange(mark, mark + firsts[-1]), seed=self._seed, epoch=epoch) - mark
         for row in order[place:].tolist():

@@ -1,4 +1,4 @@
-"""How `datasets` is asked: in its cache alone if the hub does not answer, without running code of a dataset."""
+"""Calls of `datasets`: in its cache alone if the hub does not answer, without running code of a dataset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REMEDIES = {
     "hub": "Correct dataset, subset, split, revision or data_files, or reach the hub once: what it sent is kept.",
 }
 Place: TypeAlias = Literal["file", "url", "hub"]
-"""Where data are: on this machine, at an address, or on a hub by a name."""
+"""Place of data: on this machine, at an address, or on a hub."""
 
 
 def versions_of(asked: Mapping[str, Any], split: str) -> list[Any]:
@@ -32,14 +32,14 @@ def versions_of(asked: Mapping[str, Any], split: str) -> list[Any]:
 
 @contextmanager
 def library(shown: str, place: Place) -> Iterator[None]:
-    """Let `datasets` find and load what messages call `shown`; DataError with its words if it cannot."""
+    """Translate errors of `datasets` inside the block to a DataError that names `shown`."""
     import datasets
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     try:
         settings: Any = datasets.config  # pyright: ignore[reportAttributeAccessIssue]
-        # A file needs no hub, which would be asked to count how often files are loaded
+        # A file needs no hub, which would be asked to count loads of files
         with _offline(settings, unless=place == "url" or (place == "hub" and hub_answers(endpoint()))):
             yield
     except Exception as error:  # noqa: BLE001 - its own are of many kinds
@@ -47,8 +47,8 @@ def library(shown: str, place: Place) -> Iterator[None]:
 
 
 def of_library(where: str, place: Place, error: BaseException) -> DataError:
-    """Return the error for what `datasets` raised."""
-    error = error.__cause__ or error  # its "error while generating" has what happened as its cause
+    """Return the error for an error of `datasets`."""
+    error = error.__cause__ or error  # the cause of its "error while generating" says what happened
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         expected = f"room for a copy of {where} by `datasets`"
         remedy = "Make room there, or name another folder with HF_DATASETS_CACHE."
@@ -67,7 +67,7 @@ def _cache() -> str:
 
 @contextmanager
 def _offline(settings: Any, *, unless: bool) -> Iterator[None]:
-    """Let `datasets` use its cache alone inside the block, by the only setting it has, a global of its module."""
+    """Let `datasets` use its cache alone inside the block; its only setting is a global of its module."""
     before: bool = settings.HF_HUB_OFFLINE
     settings.HF_HUB_OFFLINE = before or not unless
     try:

@@ -1,7 +1,7 @@
 """Tokenize once: sources to a folder of Arrow files (`arrow`), in order, by `datasets.map` in some processes.
 
-`OUT.unfinished` is renamed to `OUT` once all files are on the disk. A second try keeps what the processes of a killed
-one had finished, if sources, settings, tokenizer and number of processes are the same, and ends with the same rows.
+`OUT.unfinished` is renamed to `OUT` when all files are on the disk. After a kill, a second try with the same sources,
+settings, tokenizer and number of processes keeps the finished files, and ends with the same rows.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ _OF_RUNS = {"weight", "remote", "streaming"}  # settings of a source that change
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToPrepare:
-    """Sources with their config paths and files, and the tokenizer: all that decides the prepared rows.
+    """Sources with their config paths and files, and the tokenizer: everything that decides the prepared rows.
 
-    files: with the number of the source. versions: path, inode, size and time of every file.
+    files: (source number, file) pairs. versions: path, inode, size and time of every file.
     """
 
     sources: tuple[DataSource, ...]
@@ -69,7 +69,7 @@ class ToPrepare:
     versions: tuple[tuple[str, int, int, int], ...]
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of settings, tokenizer, and of path, size, inode and time of each file."""
+        """Return the SHA-256 of settings, tokenizer, and path, size, inode and time of each file."""
         settings = [source.model_dump(mode="json", exclude=_OF_RUNS) for source in self.sources]
         made = None if self.tokenizer is None else asdict(self.tokenizer)
         values = [ENCODING, made, settings, self.vocab_size, self.versions]
@@ -77,7 +77,7 @@ class ToPrepare:
 
     @property
     def tokenizing(self) -> Tokenizing:
-        """How rows become tokens."""
+        """The tokenization of the rows."""
         tokenizer = functools.partial(tokenizer_of_process, self.tokenizer_name)
         return Tokenizing(sources=self.sources, keys=self.keys, tokenizer=tokenizer, vocab_size=self.vocab_size)
 
@@ -91,11 +91,11 @@ def to_prepare(
     vocab_size: int | None = None,
     least_bytes: int = 0,
 ) -> ToPrepare | None:
-    """Find all files of all sources; return None if they have fewer than `least_bytes` together.
+    """Find all files of all sources; return None if they have fewer than `least_bytes` in all.
 
-    tokenizer: loads the tokenizer of that name; if it raises ConfigError, a text is an error later. keys: config paths
-    of the sources; if None, data.0 and so on. vocab_size: rows with larger ids are bad; if None, ids are not checked.
-    Raises DataError, or Problems, for missing files, prepared data, streams and weights.
+    tokenizer: function that loads the tokenizer of that name; if it raises ConfigError, a row of text is an error.
+    keys: config paths of the sources (default: data.0 and so on). vocab_size: rows with larger ids are bad; None skips
+    the check. Raises DataError, or Problems, for missing files, prepared data, streams and weights.
     """
     keys = [f"data.{number}" for number in range(len(sources))] if keys is None else keys
     problems, files = list[DataError](), list[tuple[int, RowFile]]()
@@ -145,14 +145,10 @@ def prepare_folder(
     wait_seconds: float | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> tuple[Prepared, bool]:
-    """Prepare sources into the folder `out`; return its description, and whether the same folder was there already.
+    """Prepare sources into the folder `out`; return its description, and True if the same folder existed already.
 
-    processes: that tokenize. wait_seconds: how long to wait for another process that prepares the
-    folder without progress; if None, a folder that is being prepared is an error.
-
-    Raises:
-        LengthwiseError: sources cannot be read, with all bad rows together; or the folder holds something else, is
-            being written by another process, or cannot be written.
+    processes: number of processes that tokenize. wait_seconds: time to wait without progress of another process that
+    prepares the folder; None refuses such a folder. All bad rows are reported together.
     """
     out = Path(os.path.abspath(out))
     try:
@@ -164,7 +160,7 @@ def prepare_folder(
         if locked is None:
             return read_prepared(out), True
         try:
-            if _is_there(out, plan, overwrite=overwrite):  # by the process that held the lock
+            if _is_there(out, plan, overwrite=overwrite):  # the process that held the lock has prepared it
                 return read_prepared(out), True
             on_start()
             return _prepare(plan, out, processes), False
@@ -197,7 +193,7 @@ def _hold(lock: Path, out: Path, plan: ToPrepare, wait_seconds: float | None) ->
 
 
 def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
-    """Return whether the same data is there and whole; OutputError for anything else, unless it may be overwritten."""
+    """Return whether the folder has the same data, whole; refuse anything else, unless it may be overwritten."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return False
     if not is_prepared(out):
@@ -218,7 +214,7 @@ def _is_there(out: Path, plan: ToPrepare, *, overwrite: bool) -> bool:
 def files_in(folder: Path) -> set[Any]:
     """Return sizes and times of the files in a folder, which show progress."""
     found = set[Any]()
-    with contextlib.suppress(FileNotFoundError):  # it was renamed
+    with contextlib.suppress(FileNotFoundError):  # the file was renamed
         for path in folder.rglob("*"):
             status = path.stat()
             found.add((path, status.st_size, status.st_mtime_ns))
@@ -266,7 +262,7 @@ def _is_whole(folder: Path, plan: ToPrepare) -> bool:
 
 
 def _tokenized(plan: ToPrepare, work: Path, processes: int) -> tuple[Any, list[int]]:
-    """Return all rows as a dataset of the files in `work`, and the number of the first row of every file.
+    """Return (all rows as a dataset of the files in `work`, number of the first row of every file).
 
     Consecutive files of a source with the same columns are one call of `map`.
     """
@@ -317,7 +313,7 @@ def _mapped(file: RowFile, cache: Path) -> Any:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """What `map` calls with some rows of files of a source. starts: the number of the first row of every file."""
+    """The function of `map` for some files of a source. starts: number of the first row of every file."""
 
     tokenizing: Tokenizing
     source: int
@@ -336,7 +332,7 @@ class _Tokens:
 
 
 def _checked(plan: ToPrepare, columns: Columns, firsts: Sequence[int]) -> Prepared:
-    """Return the description of the prepared rows; raise an error for all bad rows together."""
+    """Return the description of the prepared rows; raise all bad rows together."""
     kinds, refusals = columns.numbers("kind"), Refusals()
     for row in np.flatnonzero(kinds == KINDS.index(REFUSED)).tolist():
         where, expected, got, remedy = json.loads(columns.text(row, "error") or "")
@@ -372,10 +368,10 @@ def _checked(plan: ToPrepare, columns: Columns, firsts: Sequence[int]) -> Prepar
 
 
 def _together(plan: ToPrepare) -> str:
-    """Return the name of all sources in messages: `data` for data.0 and data.1, the key of a single one."""
+    """Return the config path of all sources, for messages: `data` for data.0 and data.1, the key of a single one."""
     return plan.keys[0] if len(plan.keys) == 1 else plan.keys[0].rpartition(".")[0]
 
 
 def _paths(file: RowFile) -> Sequence[Path]:
-    """Return the files that are read, of a hub's dataset those that `datasets` keeps of it."""
+    """Return the files that are read; of a hub's dataset the copies of `datasets`."""
     return file.paths or [Path(each["filename"]) for each in file.open(stream=False).cache_files]

@@ -1,7 +1,7 @@
 """Data sources to files of rows, in a fixed order; the `datasets` library reads them.
 
 A source is a list of `RowFile`s: files of JSON lines, tables, saved datasets, the documents of a folder, a split of a
-dataset of a hub. Wrong ones are reported together, so that a user corrects them at once.
+hub's dataset. All wrong ones are reported together.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lengthwise.data.prepared import is_prepared
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
-HEAD = 4096  # bytes of a file that show its kind
+HEAD = 4096  # first bytes of a file, which show its kind
 GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 PACKED = (GZIP, ZSTANDARD)
 _TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
-_BEGINS = ("{", "\ufeff")  # lines of JSON, with a byte order mark too, which the first row's error names
+_BEGINS = ("{", "\ufeff")  # first characters of JSON lines; the error of the first row names a byte order mark
 _UNPACKED_BYTES = 4 << 20
-_EDGE_BYTES = 1 << 16  # of the begin and end of a file, for its digest
+_EDGE_BYTES = 1 << 16  # of the begin and end of a file that its digest covers
 # tests, and packages installed or compiled beside the library
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _ENDINGS = {".jsonl": "text", ".json": "text", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
@@ -57,10 +57,9 @@ LINES: Mapping[str, Any] = {"keep_linebreaks": True, "encoding_errors": _NO_UTF8
 class RowFile:
     """Rows that `datasets` loads together: of one file, of a split, or a folder's documents.
 
-    form: what a row is: a line of JSON, the columns of a table, or the path of a document (`texts`, `python`). label:
-    the name in names of rows. shown: the name in messages. asked: arguments of `datasets.load_dataset`, without its
-    split. paths: the files of this machine that are read. names: paths of documents below `root`. share: (k, n) for
-    the k-th of n parts of the rows.
+    form: form of a row: a line of JSON, the columns of a table, or the path of a document (`texts`, `python`). label:
+    name in names of rows. shown: name in messages. asked: arguments of `datasets.load_dataset`, without its split.
+    paths: files of this machine. names: paths of documents below `root`. share: (k, n) for part k of n of the rows.
     """
 
     form: Literal["lines", "columns", "texts", "python"]
@@ -75,14 +74,13 @@ class RowFile:
 
     @property
     def place(self) -> Place:
-        """Where it is."""
+        """The place of the data."""
         return "file" if self.paths else "url" if "data_files" in self.asked else "hub"
 
     def open(self, *, stream: bool, cache: Path | None = None) -> Any:
-        """Return a `datasets.Dataset`, or an `IterableDataset` to read from the first row on.
+        """Return a `datasets.Dataset`, or an `IterableDataset` from the first row on.
 
-        cache: where `datasets` copies files of this machine to; if None, its own cache. DataError if it cannot load
-        them.
+        cache: folder for copies of local files (default: the library's own). DataError: `datasets` cannot load them.
         """
         import datasets
 
@@ -99,7 +97,7 @@ class RowFile:
     def identity(self) -> list[Any]:
         """Return values that differ if the rows may differ: sizes and digests of both ends, or a hub's versions.
 
-        Nodes agree on them. DataError if a file cannot be read.
+        They are equal on all nodes. DataError if a file cannot be read.
         """
         if not self.paths:
             with library(self.shown, self.place):
@@ -111,7 +109,7 @@ class RowFile:
         return [version_of(path) for path in self.paths]
 
     def check_unchanged(self, versions: Sequence[tuple[int, int, int]], first: int, last: int) -> None:
-        """Raise DataError if the files of rows [first, last) have other versions; `versions` are of all files."""
+        """Raise DataError if the files of rows [first, last) have changed. versions: versions of all files."""
         places = range(len(self.paths)) if self.names is None else range(first, last)
         for place in places:
             if version_of(path := self.paths[place]) != versions[place]:
@@ -119,7 +117,7 @@ class RowFile:
 
 
 def list_source(source: DataSource, report: Report, *, key: str = "", meanwhile: str = "") -> list[RowFile]:
-    """Find the files of a source, in order of their paths. meanwhile: the key that reads them during training."""
+    """Find the files of a source, sorted by path. meanwhile: `remote` or `streaming`, if read during training."""
     if meanwhile and source.path is not None and is_prepared(source.path):
         remedy = f"Take `{meanwhile}` out: it has ids, which are read from the disk as they are needed."
         report(DataError(key, expected=f"raw rows, for `{meanwhile}`", got="prepared data", remedy=remedy))
@@ -203,7 +201,7 @@ def _of_url(url: str, split: str) -> RowFile:
 
 
 def row_file(path: Path, label: str) -> RowFile:
-    """Return a file of this machine by its first bytes and its ending. DataError for one of no known kind."""
+    """Return a local file by its first bytes and its ending; DataError for an unknown kind."""
     import glob
 
     shown, (head, is_packed) = printable_name(path), _head(path)
@@ -223,7 +221,7 @@ def row_file(path: Path, label: str) -> RowFile:
 
 
 def _head(path: Path) -> tuple[bytes, bool]:
-    """Return the first bytes of a regular file, unpacked, and whether it is packed."""
+    """Return (first bytes of a regular file, unpacked, True if it is packed)."""
     with readable(path), path.open("rb") as file:
         head = file.read(HEAD)
         file.seek(0)
@@ -262,7 +260,7 @@ def _whole_zstandard(file: BinaryIO) -> bytes:
 
 
 def _csv(path: Path, head: bytes, delimiter: str) -> dict[str, Any]:
-    """Return arguments that read a CSV file with every column as text, nothing of it taken for a number or null."""
+    """Return arguments that read every column of a CSV file as text, without numbers and nulls."""
     import glob
 
     from datasets import Features, Value
@@ -274,7 +272,7 @@ def _csv(path: Path, head: bytes, delimiter: str) -> dict[str, Any]:
 
 
 def _check_lines(head: bytes, path: Path) -> None:
-    """Raise DataError for a file that is an array, or none of whose first lines is an object."""
+    """Raise DataError for a file that is an array, or whose first lines have no object."""
     text = head.decode("utf-8", "replace").lstrip()
     has_objects = any(line.lstrip()[:1] in _BEGINS for line in text.split("\n"))
     if text and (text.startswith("[") or not has_objects):
@@ -284,9 +282,9 @@ def _check_lines(head: bytes, path: Path) -> None:
 
 
 def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
-    """Return paths of the regular files below `root`, with slashes; hidden ones and links are left out.
+    """Return paths of the regular files below `root`, with slashes, without hidden files and links.
 
-    A link inside the folder would repeat a document and one that leads out of it could read anything.
+    A link inside the folder would repeat a document; one that leads out of it could read anything.
     """
 
     def refuse(error: OSError) -> None:
@@ -304,9 +302,9 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
 
 @contextmanager
 def readable(path: Path) -> Iterator[None]:
-    """Let the block read a regular file; DataError if the system refuses."""
+    """Translate errors of the system in reading a regular file inside the block to DataError."""
     try:
-        if not path.is_file():  # a pipe would block, a device never end
+        if not path.is_file():  # a pipe would block, a device would never end
             got = "something else" if path.exists() else "nothing there"
             raise DataError(printable_name(path), expected="a regular file", got=got, remedy="Correct the path.")
         yield

@@ -1,6 +1,6 @@
 """Rows to rows of tokens: tokenized, checked against the settings of their source, and counted.
 
-Everything that reads data makes its rows here, to keep them in memory, to write them to a folder, or to feed them.
+All readers of data make their rows here: to keep them in memory, to write them to a folder, or to feed them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 BAD, EMPTY, REFUSED, END = "bad", "empty", "refused", "end"
 
 Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""Calls a function with every task, perhaps in other processes, and yields the results in order, as `map` does."""
+"""Function like `map`, perhaps in other processes: calls a function with every task, and yields results in order."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TokenRow:
-    """A row of tokens, or the reason why it has none.
+    """A row of tokens, or the reason for its absence.
 
     kind: ids, text, pair or chat; EMPTY, BAD or TOO_LONG if its source leaves it out; REFUSED if it stops the run.
-    error: of a bad row. labels: None if they are the tokens. weights: None if all are 0 or 1. is_row: False for an
-    error of a file, and for the END of an epoch. name: its place. digest: of ids, labels and weights. mark: of its
-    block, for the last row there.
+    labels: None if they are the tokens. weights: None if all are 0 or 1. error: error of a bad row. is_row: False for
+    an error of a file, and for the END of an epoch. name: place of the row. digest: digest of ids, labels and weights.
+    mark: mark of its block, on the block's last row.
     """
 
     kind: str
@@ -57,7 +57,7 @@ class TokenRow:
 
     @property
     def losses(self) -> tuple[int, float]:
-        """Loss tokens of a row with tokens, and the sum of their weights."""
+        """(number of loss tokens, sum of their weights) of a row with tokens."""
         ids, labels, weights = self.arrays
         losses = len(ids) - 1 if labels is None else int(np.count_nonzero(labels[1:] != NO_LOSS))
         return losses, float(losses) if weights is None else sum_of_weights(weights)
@@ -65,9 +65,10 @@ class TokenRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokenizing:
-    """How rows become tokens. keys: config paths of the sources. tokenizer: called for every text.
+    """The way from rows to tokens.
 
-    vocab_size: the model's; if None, ids are not checked.
+    keys: config paths of the sources. tokenizer: function that is called for every text. vocab_size: vocabulary of the
+    model; None skips the check of ids.
     """
 
     sources: Sequence[DataSource]
@@ -76,7 +77,7 @@ class Tokenizing:
     vocab_size: int | None
 
     def run(self, run: Runner, blocks: Iterator[RowBlock]) -> Generator[list[TokenRow]]:
-        """Tokenize blocks in order, by a runner, a block a task; yield the rows of every block, with digests."""
+        """Tokenize blocks in order by a runner, a block per task; yield the rows of every block, with digests."""
         yield from run(self.digested, blocks)
 
     def digested(self, block: RowBlock) -> list[TokenRow]:
@@ -88,7 +89,7 @@ class Tokenizing:
         return rows
 
     def rows(self, block: RowBlock) -> Iterator[TokenRow]:
-        """Yield the rows of a block in order, without digests; one that is no row for an error of a file, or an end."""
+        """Yield the rows of a block in order, without digests; an error of a file, or an end, is no row."""
         if block.form in ("error", "end"):
             kind = END if block.error is None else REFUSED
             yield TokenRow(kind=kind, error=block.error, is_row=False, name=block.shown, source=block.source)
