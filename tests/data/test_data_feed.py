@@ -365,7 +365,7 @@ def bounded(wait_for):
 
 
 def test_a_full_disk_of_copies_is_named(tmp_path, monkeypatch):
-    sources = lines(tmp_path, [{"input_ids": [1, 2]}])
+    sources = lines(tmp_path, [{"input_ids": [1, 2]}] * 2)
 
     def full(*_args, **_options):
         raise OSError(errno.ENOSPC, "No space left on device")

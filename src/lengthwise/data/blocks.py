@@ -16,7 +16,16 @@ from typing import Any, Literal
 from lengthwise.core.errors import DataError
 from lengthwise.data.library import of_library
 from lengthwise.data.rows import RawRow, RowParser, decode_utf8
-from lengthwise.data.sources import HEAD, PACKED, RowFile, changed_file, printable_name, readable, version_of
+from lengthwise.data.sources import (
+    HEAD,
+    PACKED,
+    RowFile,
+    changed_file,
+    empty_file,
+    printable_name,
+    readable,
+    version_of,
+)
 
 ROWS = 64  # rows of a block
 _DOCUMENTS = 4
@@ -93,7 +102,7 @@ def read_blocks(
             yield replace(block, mark=(before, rows.state_dict()) if stream else None)
         file.check_unchanged(versions, 0, len(file.paths))
         if not before:
-            raise empty_file(file)
+            raise empty_file(file.shown)
     except DataError as error:
         yield RowBlock(form="error", error=error, label=file.label, shown=file.shown)
 
@@ -107,12 +116,6 @@ def block_of(file: RowFile, found: Mapping[str, Sequence[Any]], before: int) -> 
     else:
         rows = [dict(zip(found, values, strict=True)) for values in zip(*found.values(), strict=True)]
     return RowBlock(form=file.form, rows=rows, label=file.label, shown=file.shown, root=file.root, first=before + 1)
-
-
-def empty_file(file: RowFile) -> DataError:
-    """Return the error for a file without rows."""
-    remedy = "Take it out of {data|`data`}, or fill it."
-    return DataError(file.shown, expected="rows", got="an empty file", remedy=remedy)
 
 
 def _batches(file: RowFile, rows: Any, before: int) -> Iterator[Mapping[str, Sequence[Any]]]:

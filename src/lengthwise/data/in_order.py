@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lengthwise.core.errors import Collector, DataError
-from lengthwise.data.blocks import RowBlock, block_of, empty_file, read_blocks
+from lengthwise.data.blocks import RowBlock, block_of, read_blocks
 from lengthwise.data.refusals import Refusals
 from lengthwise.data.sampler import epoch_order
-from lengthwise.data.sources import RowFile, list_source
+from lengthwise.data.sources import RowFile, empty_file, list_source
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
@@ -99,7 +99,7 @@ class _Numbered:
         self._file, self.identity, self._versions = file, file.identity(), file.versions()
         self._rows = file.open(stream=False)
         if not len(self._rows):
-            raise empty_file(file)
+            raise empty_file(file.shown)
         part, parts = file.share
         self._first, last = (len(self._rows) * each // parts for each in (part, part + 1))
         self.num_rows = last - self._first

@@ -26,7 +26,7 @@ from lengthwise.core import __version__
 from lengthwise.core.errors import Collector, ConfigError, DataError, OutputError, RankError, raise_problems
 from lengthwise.core.files import sync, try_lock
 from lengthwise.data.arrow import KINDS, Columns, schema, table_of
-from lengthwise.data.blocks import ROWS, block_of, empty_file
+from lengthwise.data.blocks import ROWS, block_of
 from lengthwise.data.dataset import TOO_LONG
 from lengthwise.data.digests import digest_of_rows
 from lengthwise.data.prepared import (
@@ -40,7 +40,7 @@ from lengthwise.data.prepared import (
     write_description,
 )
 from lengthwise.data.refusals import Refusals
-from lengthwise.data.sources import RowFile, changed_file, list_source, version_of
+from lengthwise.data.sources import RowFile, changed_file, empty_file, list_source, version_of
 from lengthwise.data.tokenizer import Tokenizer, tokenizer_of_process
 from lengthwise.data.tokens import BAD, EMPTY, REFUSED, Tokenizing
 
@@ -307,7 +307,7 @@ def _tokenized(plan: ToPrepare, work: Path, processes: int) -> tuple[Any, list[i
 def _mapped(file: RowFile, cache: Path) -> Any:
     rows = file.open(stream=False, cache=cache)
     if not len(rows):
-        raise empty_file(file)
+        raise empty_file(file.shown)
     return rows
 
 

@@ -208,14 +208,14 @@ def row_file(path: Path, label: str) -> RowFile:
     builder = next((kind for magic, kind in _TABLES.items() if head.startswith(magic)), None)
     of_file: dict[str, Any] = {"label": label, "shown": shown, "root": path, "paths": (path,)}
     ending = path.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
+    if not head or (builder == "parquet" and not _parquet_rows(path)):
+        raise empty_file(shown)
     if builder is None and ending in ("csv", "tsv"):
         return RowFile(form="columns", **of_file, asked=_csv(path, head, "\t" if ending == "tsv" else ","))
     if builder is None and ending in ("txt", "md") and not is_packed:
         return RowFile(form="texts", **{**of_file, "root": path.parent}, names=(path.name,))
     if builder is None:
         _check_lines(head, path)
-    if builder == "parquet" and not _parquet_rows(path):
-        raise DataError(shown, expected="rows", got="a table of none", remedy="Take it out of {data|`data`}.")
     asked = {"path": builder or "text", "data_files": [glob.escape(os.fspath(path))], **({} if builder else LINES)}
     return RowFile(form="columns" if builder else "lines", asked=asked, **of_file)
 
@@ -331,6 +331,12 @@ def version_of(path: Path) -> tuple[int, int, int]:
     except OSError:
         return 0, 0, 0
     return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def empty_file(shown: str) -> DataError:
+    """Return the error for a file without rows."""
+    remedy = "Take it out of {data|`data`}, or fill it."
+    return DataError(shown, expected="rows", got="an empty file", remedy=remedy)
 
 
 def changed_file(shown: str) -> DataError:
