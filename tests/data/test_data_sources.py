@@ -11,6 +11,7 @@ from data.stores import prepare
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, Problems
 from lengthwise.data import ByteTokenizer, load_dataset
+from lengthwise.data.sources import row_file
 
 
 def tokens_of(dataset, row):
@@ -175,6 +176,24 @@ def test_file_that_changes_while_read_is_refused(tmp_path, change):
         load(DataSource(path=path), tokenizer=tokenizer)
     assert caught.value.where == str(path)
     assert "a change" in str(caught.value)
+
+
+def test_replaced_file_of_the_same_time_is_copied_anew(tmp_path):
+    path, found = tmp_path / "train.jsonl", []
+    for text in ("old", "new"):
+        (tmp_path / text).write_text(f'{{"text": "{text}"}}\n')
+        os.utime(tmp_path / text, (10**9, 10**9))
+        (tmp_path / text).replace(path)
+        found += row_file(path, "train").open(stream=False)["text"]
+    assert found == ['{"text": "old"}\n', '{"text": "new"}\n']
+
+
+@pytest.mark.parametrize("content", ["text,id\na,b,c\n", "text,text\na,b\n"], ids=["shifted", "lost"])
+def test_csv_whose_fields_have_no_names_of_their_own_is_refused(tmp_path, content):
+    path = tmp_path / "train.csv"
+    path.write_text(content)
+    with pytest.raises(DataError, match="names that differ"):
+        load(DataSource(path=path))
 
 
 def test_sources_number_their_rows_one_after_another(tmp_path):

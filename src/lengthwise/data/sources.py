@@ -91,7 +91,10 @@ class RowFile:
             if not self.asked:
                 found = datasets.load_from_disk(os.fspath(self.root))
                 return found.to_iterable_dataset() if stream else found
-            kept = None if cache is None or not self.paths else os.fspath(cache)
+            if self.paths and cache is None:  # its own key is path and time alone: a replaced file would give old rows
+                found = hashlib.sha256(json.dumps(self.versions()).encode()).hexdigest()[:16]
+                cache = Path(datasets.config.HF_DATASETS_CACHE) / found  # pyright: ignore[reportAttributeAccessIssue]
+            kept = os.fspath(cache) if self.paths else None
             return datasets.load_dataset(**self.asked, split=self.split, streaming=stream, cache_dir=kept)
 
     def identity(self) -> list[Any]:
@@ -265,7 +268,12 @@ def _csv(path: Path, head: bytes, delimiter: str) -> dict[str, Any]:
 
     from datasets import Features, Value
 
-    columns = next(csv.reader(io.StringIO(head.decode("utf-8", "replace")), delimiter=delimiter), [])
+    records = csv.reader(io.StringIO(head.decode("utf-8", "replace"), newline=None), delimiter=delimiter)
+    columns, first = next(records, []), next(filter(None, records), [])
+    if len(set(columns)) < len(columns) or len(first) > len(columns):  # columns would be lost, or shifted
+        got = f"columns {columns} and a first row of {counted(len(first), 'field')}"
+        expected, remedy = "names that differ, one for each field", "Correct the header or the row."
+        raise DataError(printable_name(path), expected=expected, got=got[:300], remedy=remedy)
     features = Features({column: Value("string") for column in columns})
     plain: dict[str, Any] = {"keep_default_na": False, "na_filter": False, "sep": delimiter, "features": features}
     return {"path": "csv", "data_files": [glob.escape(os.fspath(path))], **plain}
