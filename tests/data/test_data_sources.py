@@ -224,3 +224,9 @@ def test_stdlib_is_the_library_without_its_tests():
     short = load(DataSource(python_stdlib=True, max_tokens=8192, too_long="skip"))
     assert short.lengths.max() <= 8192
     assert short.num_rows == len(short.ids) + short.skipped["too long"] + short.skipped["empty"]
+
+
+def test_csv_may_have_a_byte_order_mark_and_a_long_header(tmp_path):
+    path, header = tmp_path / "train.csv", ",".join(["text", *map(str, range(2000))])
+    path.write_text(f"\ufeff{header}\n" + ",".join(["a"] * 2001) + "\n", encoding="utf-8")
+    assert load(DataSource(path=path)).num_rows == 1

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
 HEAD = 4096  # first bytes of a file, which show its kind
+_CSV_HEAD = 1 << 17  # that hold its header and first row, as much as `csv` takes for a field
 GZIP, ZSTANDARD = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
 PACKED = (GZIP, ZSTANDARD)
 _TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
@@ -214,7 +215,7 @@ def row_file(path: Path, label: str) -> RowFile:
     if not head or (builder == "parquet" and not _parquet_rows(path)):
         raise empty_file(shown)
     if builder is None and ending in ("csv", "tsv"):
-        return RowFile(form="columns", **of_file, asked=_csv(path, head, "\t" if ending == "tsv" else ","))
+        return RowFile(form="columns", **of_file, asked=_csv(path, "\t" if ending == "tsv" else ","))
     if builder is None and ending in ("txt", "md") and not is_packed:
         return RowFile(form="texts", **{**of_file, "root": path.parent}, names=(path.name,))
     if builder is None:
@@ -223,17 +224,17 @@ def row_file(path: Path, label: str) -> RowFile:
     return RowFile(form="columns" if builder else "lines", asked=asked, **of_file)
 
 
-def _head(path: Path) -> tuple[bytes, bool]:
+def _head(path: Path, size: int = HEAD) -> tuple[bytes, bool]:
     """Return (first bytes of a regular file, unpacked, True if it is packed)."""
     with readable(path), path.open("rb") as file:
-        head = file.read(HEAD)
+        head = file.read(size)
         file.seek(0)
         try:
             if head.startswith(GZIP):
                 with gzip.GzipFile(fileobj=file) as unpacked:
-                    return unpacked.read(HEAD), True
+                    return unpacked.read(size), True
             if head.startswith(ZSTANDARD):
-                return _whole_zstandard(file), True
+                return _whole_zstandard(file, size), True
         except (OSError, EOFError, zlib.error) as error:
             got = f"{type(error).__name__}: {error}"
             raise DataError(printable_name(path), expected="a whole file", got=got, remedy="Copy it again.") from None
@@ -251,24 +252,25 @@ def _parquet_rows(path: Path) -> int:
         raise DataError(printable_name(path), expected="a whole file", got=got, remedy="Copy it again.") from None
 
 
-def _whole_zstandard(file: BinaryIO) -> bytes:
+def _whole_zstandard(file: BinaryIO, size: int) -> bytes:
     """Unpack a file to its end, and return the first bytes; OSError if it is cut, which `datasets` does not notice."""
     import pyarrow as pa
 
     with pa.CompressedInputStream(file, "zstd") as unpacked:
-        head = unpacked.read(HEAD)
+        head = unpacked.read(size)
         while unpacked.read(_UNPACKED_BYTES):
             pass
     return head
 
 
-def _csv(path: Path, head: bytes, delimiter: str) -> dict[str, Any]:
+def _csv(path: Path, delimiter: str) -> dict[str, Any]:
     """Return arguments that read every column of a CSV file as text, without numbers and nulls."""
     import glob
 
     from datasets import Features, Value
 
-    records = csv.reader(io.StringIO(head.decode("utf-8", "replace"), newline=None), delimiter=delimiter)
+    text = _head(path, _CSV_HEAD)[0].decode("utf-8-sig", "replace")
+    records = csv.reader(io.StringIO(text, newline=None), delimiter=delimiter)
     columns, first = next(records, []), next(filter(None, records), [])
     if len(set(columns)) < len(columns) or len(first) > len(columns):  # columns would be lost, or shifted
         got = f"columns {columns} and a first row of {counted(len(first), 'field')}"
