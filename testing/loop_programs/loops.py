@@ -6,6 +6,7 @@ What a user writes is the same in both and stands once, in `Loop`; what a sessio
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
@@ -30,6 +31,7 @@ from testing.loop_programs.models import (
     make_rows,
 )
 from testing.loop_programs.program import LAYOUTS, Operation, Program
+from testing.saved import new_folder, whole_state
 
 _GAMMA = 0.7
 Numbers = list[float]
@@ -364,10 +366,13 @@ class PlannedLoop(Loop):
         return [self.session.clip_grad_norm_(limit)]
 
     def reload(self) -> Numbers:
-        state = self.session.state_dict()
+        folder = new_folder(self.session)
+        self.session.save(folder / "state")
         self.session.close()
         self._start()
-        self.session.load_state_dict(state)
+        self.session.load(folder / "state")
+        if not self.session.rank:
+            shutil.rmtree(folder)
         return []
 
     def alone(self, rank: int, what: str) -> Numbers:
@@ -396,7 +401,7 @@ class PlannedLoop(Loop):
 
     def weights(self) -> dict[str, Tensor]:
         """Return what trained, by name, on rank 0; {} on others. Collective."""
-        return self.session.state_dict().get("master_weights", {})
+        return whole_state(self.session).get("master_weights", {})
 
     def close(self) -> None:
         self.session.close()

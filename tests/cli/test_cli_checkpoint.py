@@ -80,13 +80,13 @@ def test_an_exported_checkpoint_is_the_model_of_a_run_that_ended_there(tmp_path,
     lengthwise.train(path, ranks=2)
     lengthwise.train(path, ranks=1, overrides=["steps=4", "output=short"])
     exported = tmp_path / "exported"
-    assert call("checkpoint", "export", tmp_path / "out", "--to", exported) == 0
+    assert call("checkpoint", "export", tmp_path / "out", exported) == 0
     whole = tmp_path / "out/model"
     assert sorted(each.name for each in exported.iterdir()) == sorted(each.name for each in whole.iterdir())
     for file in whole.iterdir():
         assert (exported / file.name).read_bytes() == file.read_bytes(), file.name
     earlier = tmp_path / "earlier"
-    assert call("checkpoint", "export", tmp_path / "out", "--to", earlier, "--step", 4) == 0
+    assert call("checkpoint", "export", tmp_path / "out", earlier, "--step", 4) == 0
     (name,) = (each.name for each in earlier.glob("*.safetensors"))
     ours, theirs = load_file(earlier / name), load_file(tmp_path / "short/model" / name)
     for key, value in ours.items():
@@ -100,27 +100,33 @@ def test_an_export_of_a_broken_checkpoint_or_of_other_settings_writes_nothing(ow
     config = own / "config.yaml"
     text = config.read_text()
     config.write_text(text.replace("precision: fp64", "precision: fp32"))
-    assert call("checkpoint", "export", own, "--to", tmp_path / "new") == 2
+    assert call("checkpoint", "export", own, tmp_path / "new") == 2
     assert "precision: 'fp64' (text) then, 'fp32'" in capsys.readouterr().err
     config.write_text(text)
     flip(own / "checkpoints/step-000006/rank-00000.safetensors")
-    assert call("checkpoint", "export", own, "--to", tmp_path / "new") == 2
+    assert call("checkpoint", "export", own, tmp_path / "new") == 2
     err = capsys.readouterr().err
     assert "SHA-256" in err
     assert "--step" in err
+    assert call("checkpoint", "export", own / "checkpoints/step-000006", tmp_path / "new") == 2
+    assert "undamaged files with an optimizer's groups; got" in capsys.readouterr().err
     assert not list(tmp_path.glob("new*"))
+    assert call("checkpoint", "export", own / "checkpoints/step-000004", tmp_path / "new") == 0
+    assert torch.load(tmp_path / "new", weights_only=True)["steps"] == 4
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("export", "{out}"), "--to: expected a folder with export"),
-    (("verify", "{out}", "--to", "x"), "--to: expected a folder with export only"),
+    (("export", "{out}"), "TO: expected a folder or file with export"),
+    (("verify", "{out}", "x"), "TO: expected a folder or file with export only"),
     (("list", "{out}", "--step", 2), "--step: expected none for list"),
     (("verify", "{out}", "--step", 0), "--step"),
     (("verify", "{out}", "--step", 3), "after step 3; got checkpoints after 2, 4, 6"),
-    (("export", "{out}", "--to", "{new}", "--step", 3), "after step 3; got checkpoints after 2, 4, 6"),
-    (("export", "{out}", "--to", "{out}"), "expected a new folder"),
+    (("export", "{out}", "{new}", "--step", 3), "after step 3; got checkpoints after 2, 4, 6"),
+    (("export", "{out}", "{out}"), "expected a new folder"),
+    (("export", "{out}/checkpoints/step-000004", "{out}"), "expected a new file; got an existing one"),
+    (("export", "{out}/checkpoints/step-000004", "{new}/x/y"), "expected a file that can be written"),
     (("list", "{new}"), "expected a run's output folder with checkpoints"),
-    (("export", "{new}", "--to", "{new}/x"), "expected a checkpoint to resume from"),
+    (("export", "{new}", "{new}/x"), "expected a checkpoint to resume from"),
 ], ids=str)  # fmt: skip
 def test_what_is_asked_wrongly_is_told(trained, tmp_path, capsys, arguments, said):
     places = {"out": trained, "new": tmp_path / "new"}

@@ -4,6 +4,7 @@ import os
 
 import torch
 from datasets import fingerprint
+from testing.saved import whole_state
 from testing.small import VOCAB, small_model
 from transformers import TrainerCallback, TrainingArguments
 
@@ -88,7 +89,7 @@ def weights_of(trainer):
     session = getattr(trainer, "session", None)
     if session is None or not session.engine.is_cut:
         return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
-    return session.state_dict().get("master_weights", {})
+    return whole_state(session).get("master_weights", {})
 
 
 def in_trainers(work, ranks, folder):

@@ -33,7 +33,7 @@ def test_each_change_is_named_and_the_rest_of_the_run_obeys(tmp_path, capfd):
     lengthwise.train(path, ranks=1, resume=True, overrides=CHANGES)  # which are now the run's own
     for step in (4, 9):
         exported = tmp_path / f"exported{step}"
-        assert call("checkpoint", "export", tmp_path / "out", "--to", exported, "--step", step) == 0
+        assert call("checkpoint", "export", tmp_path / "out", exported, "--step", step) == 0
 
 
 def test_a_run_that_ended_can_be_made_longer_and_not_shorter(tmp_path):

@@ -462,7 +462,7 @@ def test_the_saved_model_stops_where_turns_and_texts_end(tmp_path, layout, templ
     row = {"text": "a b"} if template is None else {"messages": chat}
     path = write_run(tmp_path, [row] * 4, tokenizer=tokenizer, steps=1, checkpoint={"every_steps": 1})
     assert call("train", path, *layout) == 0
-    assert call("checkpoint", "export", tmp_path / "out", "--to", tmp_path / "exported") == 0
+    assert call("checkpoint", "export", tmp_path / "out", tmp_path / "exported") == 0
     for saved in (tmp_path / "out/model", tmp_path / "exported"):
         config, generation = (json.loads((saved / f"{name}config.json").read_text()) for name in ("", "generation_"))
         assert config["eos_token_id"] == (ends if len(ends) > 1 else ends[0])

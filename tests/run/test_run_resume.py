@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from testing.saved import whole_state
 from testing.small import make_rows
 from transformers import AutoModelForCausalLM
 from transformers.optimization import get_scheduler
@@ -130,18 +131,18 @@ def test_a_run_that_is_asked_to_stop_at_a_steps_end_begins_no_other(tmp_path):
 def test_a_loop_of_ones_own_goes_on_from_a_checkpoint_of_a_run(broken, tmp_path):
     """Its optimizer has the run's groups: matrices, which decay, and vectors."""
     config, folder = load_config(broken), broken.parent / "out/checkpoints/step-000004"
-    assert call("checkpoint", "export", broken.parent / "out", "--to", tmp_path / "model", "--step", 4) == 0
+    assert call("checkpoint", "export", broken.parent / "out", tmp_path / "model", "--step", 4) == 0
     wanted = load_file(tmp_path / "model/model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float64)
     matrices, vectors = ([each for each in model.parameters() if (each.dim() < 2) == few] for few in (False, True))
     optimizer = torch.optim.AdamW([{"params": matrices}, {"params": vectors, "weight_decay": 0.0}], lr=1.0)
     with Session(model, optimizer, capacity_tokens=64) as session:
         session.load(folder)
-        state = session.state_dict()
+        state = whole_state(session)
         assert session.steps == 4
     assert all(torch.equal(each, wanted[name]) for name, each in state["master_weights"].items())
-    assert all(each["step"] == 4 and each["exp_avg"].any() for each in state["optimizer"]["state"].values())
-    first, second = state["optimizer"]["param_groups"]
+    assert all(each["step"] == 4 and each["exp_avg"].any() for each in state["state"].values())
+    first, second = state["param_groups"]
     assert (first["lr"], first["weight_decay"]) == (config.optimizer.lr, config.optimizer.weight_decay)
     assert (second["lr"], second["weight_decay"]) == (config.optimizer.lr, 0.0)
 

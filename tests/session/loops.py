@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from testing.ranks import fork_ranks
+from testing.saved import whole_state
 from testing.small import plain_loop, small_model, steps_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,7 +53,7 @@ def both_loops(make_optimizer, *, dtype=torch.float64, precision=None, capacity=
         if each is model:
             with Session(model, optimizer, capacity_tokens=capacity, precision=precision, **options) as session:
                 found.append(planned_loop(session, optimizer, scheduler, steps))
-                exact = session.state_dict().get("master_weights", {})  # of rank 0
+                exact = whole_state(session).get("master_weights", {})  # of rank 0
         else:
             autocast = torch.bfloat16 if precision else None
             found.append(plain_loop(plain, optimizer, scheduler, steps, dtype=dtype, autocast=autocast))

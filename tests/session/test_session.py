@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import both_loops, in_double, in_ranks, planned_loop
+from testing.saved import whole_state
 from testing.small import loss_tokens, plain_loop, plain_losses, rows_of, small_model, steps_of
 from transformers import AutoModelForCausalLM
 
@@ -25,12 +26,13 @@ from lengthwise.core.errors import (
 from lengthwise.models import keep_double
 from lengthwise.session import capacity as room
 from lengthwise.session.model import can_share_prefixes
-from run.small_runs import children
+from run.small_runs import call, children
 from tiers import more
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=0.1)
+CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 
 
 def test_what_memory_holds_is_measured(tmp_path, monkeypatch, capfd):
@@ -179,47 +181,70 @@ def test_an_optimizer_that_made_steps_before_goes_on_with_its_states(tmp_path):
     assert max(in_ranks(in_double(work), 2, tmp_path)) < 1e-11
 
 
-def weight_groups(parameters):
-    """AdamW as many loops have it: no decay for vectors; so groups are in another order than the model."""
-    vectors = [each for each in parameters if each.dim() < 2]
-    matrices = [each for each in parameters if each.dim() >= 2]
-    return ADAMW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}])
+def grouped():
+    """A tied model with a frozen weight, and AdamW as many loops have it: vectors first, without decay, slower."""
+    model = small_model(tie_word_embeddings=True, num_hidden_layers=4)
+    model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
+    vectors = {"params": [each for each in model.parameters() if each.dim() < 2], "weight_decay": 0.0, "lr": 3e-3}
+    return model, ADAMW([vectors, {"params": [each for each in model.parameters() if each.dim() >= 2]}])
 
 
-def test_a_state_goes_on_in_another_layout_on_other_ranks_and_in_plain(tmp_path):
-    """Tied parameters lie otherwise under zero3, and in stages."""
-    steps, constant = steps_of()[:2], partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
-    tied = partial(small_model, tie_word_embeddings=True, num_hidden_layers=4)
+def planned_state(_rank, layout, model, optimizer, steps, *, loads=None, saves=None):
+    """Make the steps from a state or the start; return rank 0's state after. saves: folder for that after one step."""
+    with Session(model, optimizer, capacity_tokens=128, **layout) as session:
+        if loads is not None:
+            session.load(loads)
+        for rows in steps:
+            planned_loop(session, optimizer, CONSTANT(optimizer), [rows])
+            if saves is not None and session.steps == 1:
+                session.save(saves)
+        with pytest.raises(LengthwiseError, match=r"Call session\.save"):
+            optimizer.state_dict()
+        return whole_state(session)
 
-    def work(rank, layout, state, steps):
-        model = tied()
-        optimizer = weight_groups(list(model.parameters()))
-        with Session(model, optimizer, capacity_tokens=64, **layout) as session:
-            if state is not None:
-                session.load_state_dict(state if rank == 0 else None)
-                assert session.steps == 1
-            planned_loop(session, optimizer, constant(optimizer), steps)
-            with pytest.raises(LengthwiseError, match=r"Call session\.state_dict"):
-                optimizer.state_dict()
-            return copy.deepcopy(session.state_dict())
 
-    def run(layout, ranks, state, steps):
-        first, *rest = in_ranks(in_double(partial(work, layout=layout, state=state, steps=steps)), ranks, tmp_path)
-        assert rest == [{}] * (ranks - 1)
-        return first
-
-    state = run({"stages": 2, "virtual": 2}, 4, None, steps[:1])
-    found = run({"shard": "zero3"}, 3, state, steps[1:])
-    plain = tied()
-    plain.load_state_dict(state["master_weights"], strict=False)
-    optimizer = weight_groups(list(plain.parameters()))
-    optimizer.load_state_dict(state["optimizer"])
+def plain_state(model, optimizer, steps):
     with keep_double(torch.float64):
-        plain_loop(plain, optimizer, constant(optimizer), steps[1:])
-    assert found["steps"] == 2
-    for name, each in plain.named_parameters():
-        torch.testing.assert_close(found["master_weights"][name], each.detach(), rtol=1e-9, atol=1e-11)
-    torch.testing.assert_close(found["optimizer"]["state"], optimizer.state_dict()["state"], rtol=1e-8, atol=1e-12)
+        plain_loop(model, optimizer, CONSTANT(optimizer), steps)
+    weights = {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    return {**optimizer.state_dict(), "steps": 2, "master_weights": weights}
+
+
+@pytest.mark.parametrize(("layout", "ranks"), [({"shard": "zero3"}, 3), ({"stages": 2, "virtual": 2}, 2)])
+def test_an_exported_state_goes_on_in_a_plain_loop_and_in_another_layout(layout, ranks, tmp_path):
+    """Tied parameters lie otherwise under zero3, and in stages; the frozen one has a number, too."""
+    steps, folder, file = steps_of()[:2], tmp_path / "state", tmp_path / "optimizer.pt"
+    model, optimizer = grouped()
+    optimizer.param_groups[1].update(lr=2e-2, weight_decay=0.3)
+    work = partial(planned_state, layout=layout, model=model, optimizer=optimizer, steps=steps, saves=folder)
+    wanted, *rest = in_ranks(in_double(work), ranks, tmp_path)
+    assert rest == [{}] * (ranks - 1)
+    assert call("checkpoint", "export", folder, file) == 0
+    model, optimizer = grouped()
+    work = partial(planned_state, layout={}, model=model, optimizer=optimizer, steps=steps[1:], loads=file)
+    again, _ = in_ranks(in_double(work), 2, tmp_path)
+    state = torch.load(file, weights_only=True)
+    model.load_state_dict(state["master_weights"], strict=False)
+    optimizer.load_state_dict(state)
+    assert state["steps"] == 1
+    for found in (again, plain_state(model, optimizer, steps[1:])):
+        torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-11)
+
+
+def test_a_plain_loops_optimizer_goes_on_in_a_session(tmp_path):
+    steps, (model, optimizer) = steps_of()[:2], grouped()
+    optimizer.param_groups[1]["lr"] = 2e-2
+    plain_state(model, optimizer, steps[:1])
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+
+    def work(rank):
+        own, made = grouped()
+        own.load_state_dict(model.state_dict())
+        return planned_state(rank, {"shard": "zero3"}, own, made, steps[1:], loads=tmp_path / "optimizer.pt")
+
+    found, _ = in_ranks(in_double(work), 2, tmp_path)
+    wanted = plain_state(model, optimizer, steps[1:])
+    torch.testing.assert_close({**found, "steps": 2}, wanted, rtol=1e-8, atol=1e-11)
 
 
 def test_a_loss_may_run_the_model_once_more_without_gradients_beside_recomputation():
@@ -239,22 +264,16 @@ def test_a_loss_may_run_the_model_once_more_without_gradients_beside_recomputati
     assert found[1] == pytest.approx(found[0], rel=1e-9)
 
 
-def test_a_state_keeps_the_masters_of_weights_in_bf16():
-    constant = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
-
-    def run(steps, state=None):
+def test_an_exported_state_keeps_the_masters_of_weights_in_bf16(tmp_path):
+    def run(steps, **saved):
         model = small_model(torch.bfloat16)
-        optimizer = ADAMW(model.parameters())
-        with Session(model, optimizer, capacity_tokens=256) as session:
-            if state is not None:
-                session.load_state_dict(state)
-            planned_loop(session, optimizer, constant(optimizer), steps)
-            return session.state_dict(), [each.detach().clone() for each in model.parameters()]
+        planned_state(0, {}, model, ADAMW(model.parameters()), steps, **saved)
+        return list(model.parameters())
 
     steps = steps_of()[:2]
-    _, whole = run(steps)
-    _, found = run(steps[1:], state=run(steps[:1])[0])
-    assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+    whole = run(steps, saves=tmp_path / "state")
+    assert call("checkpoint", "export", tmp_path / "state", tmp_path / "optimizer.pt") == 0
+    assert all(map(torch.equal, run(steps[1:], loads=tmp_path / "optimizer.pt"), whole))
 
 
 def test_outside_of_a_step_the_model_is_plain(tmp_path):
@@ -534,7 +553,7 @@ def test_what_a_loop_writes_into_weights_of_bf16_between_steps_stays(tmp_path):
                 if factor != 1:
                     with torch.no_grad():
                         changed.mul_(factor)
-            return changed.detach().clone(), session.state_dict().get("master_weights", {})
+            return changed.detach().clone(), whole_state(session).get("master_weights", {})
 
     wanted = 4 * small_model(torch.bfloat16).model.layers[1].mlp.up_proj.weight
     for found, masters in in_ranks(work, 2, tmp_path):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from loops import both_loops, in_double, in_ranks
 from peft import LoraConfig, get_peft_model
+from testing.saved import whole_state
 from testing.small import VOCAB, rows_of, small_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
@@ -229,7 +230,7 @@ def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path)
                     session.save(tmp_path / "state")
                 session.backward(STEPS[1])
                 optimizer.step()
-                found.append(session.state_dict().get("master_weights", {}))
+                found.append(whole_state(session).get("master_weights", {}))
                 with session.whole_on_first():
                     if _rank == 0:
                         assert {each.dtype for each in model.state_dict().values()} == TWO

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from loops import in_ranks
 from peft import LoraConfig, get_peft_model
+from testing.saved import whole_state
 from testing.small import rows_of, small_model
 
 from lengthwise import Session
@@ -158,7 +159,7 @@ def test_what_a_copy_of_the_model_loads_changes_nothing_in_the_session(tmp_path)
             if copies:
                 copied = copy.deepcopy(copy.deepcopy(model))
                 copied.load_state_dict(model.state_dict())
-            return session.state_dict().get("master_weights", {})
+            return whole_state(session).get("master_weights", {})
 
     found, expected = (in_ranks(partial(work, copies=each), 2, tmp_path)[0] for each in (True, False))
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -330,7 +331,7 @@ def test_the_head_may_have_a_parameter_for_a_loss(layout, tmp_path):
         with Session(model, SGD(model.parameters()), **options) as session:
             session.backward(ROWS, loss=loss)
             session.optimizer.step()
-            return session.state_dict().get("master_weights", {}).get("lm_head.scale")
+            return whole_state(session).get("master_weights", {}).get("lm_head.scale")
 
     (expected,) = in_ranks(partial(work, capacity_tokens=128), 1, tmp_path)
     found, _ = in_ranks(partial(work, capacity_tokens=32, **layout), 2, tmp_path)
@@ -402,66 +403,3 @@ def test_the_models_own_loss_is_the_sessions_and_a_mean_of_it_is_refused():
             logits, labels, vocab_size, num_items_in_batch
         )
         assert session.evaluate(ROWS).loss == pytest.approx(result.loss, rel=1e-9)
-
-
-def set_to(value, *keys):
-    """Return what changes a state there."""
-
-    def change(state):
-        for key in keys[:-1]:
-            state = state[key]
-        state[keys[-1]] = value
-
-    return change
-
-
-ODD_STATES = [
-    (set_to("3", "steps"), "state, steps: expected a whole number of 0 or more; got '3'"),
-    (set_to(torch.full((64, 32), torch.inf), "optimizer", "state", 0, "exp_avg_sq"), "exp_avg_sq: expected finite"),
-    (set_to(torch.ones(32, 64), "optimizer", "state", 0, "exp_avg"), "exp_avg: expected (64, 32), 2048 entries; got"),
-    (set_to(torch.ones(64, 32).long(), "optimizer", "state", 0, "exp_avg"), "expected a floating-point tensor"),
-    (
-        set_to(torch.tensor(-1.0), "optimizer", "state", 0, "step"),
-        "step: expected a whole number of 0 or more; got -1.0",
-    ),
-    (set_to({"step": 1}, "optimizer", "state", 0), "expected exp_avg, exp_avg_sq, step; got step"),
-    (set_to({}, "optimizer", "state", "0"), "state, '0': expected numbers of parameters, 0 to 20"),
-    (set_to("x", "optimizer", "param_groups", 0, "lr"), "state, param_groups, 0, lr: expected a finite number"),
-    (set_to([{"lr": 1.0}], "optimizer", "param_groups"), "state, param_groups: expected a list of groups with params"),
-    (
-        set_to(SGD([torch.nn.Parameter(torch.ones(1)) for _ in range(21)]).state_dict(), "optimizer"),
-        "0, betas: expected 2",
-    ),
-    (set_to([], "master_weights"), "state, master_weights: expected tensors by the names of parameters; got a list"),
-    (set_to({}, "optimizer"), "optimizer: expected state and param_groups; got an empty one"),
-    (set_to({}, "master_weights"), "self_attn.k_proj.weight: expected (16, 32); got nothing"),
-    (set_to(5, "optimizer", "param_groups", 0, "params"), "state: expected the result of state_dict; got TypeError"),
-    (set_to([1.0], "master_weights", "lm_head.weight"), "lm_head.weight: expected a floating-point tensor (64, 32)"),
-]
-
-
-def test_a_state_of_the_wrong_kind_is_named_on_all_ranks_and_changes_nothing(tmp_path):
-    def work(rank):
-        model = small_model(torch.float32)
-        with Session(model, torch.optim.AdamW(model.parameters()), capacity_tokens=128, shard="zero1") as session:
-            session.backward(ROWS)
-            session.optimizer.step()
-            session.optimizer.zero_grad()
-            state, found = session.state_dict(), []
-            for change, _ in ODD_STATES:
-                other = copy.deepcopy(state)
-                if rank == 0:
-                    change(other)
-                found.append(said(partial(session.load_state_dict, other)))
-            assert "on rank 0; got None" in said(partial(session.load_state_dict, None))
-            norms = [session.backward(ROWS).grad_norm]
-            session.optimizer.zero_grad()
-            session.load_state_dict(state)
-            norms.append(session.backward(ROWS).grad_norm)
-            session.optimizer.zero_grad()
-        return found, norms
-
-    for found, norms in in_ranks(work, 2, tmp_path):
-        for line, (_, wanted) in zip(found, ODD_STATES, strict=True):
-            assert wanted in line
-        assert norms[0] == norms[1]

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loops import in_ranks, planned_loop, same
+from testing.saved import whole_state
 from testing.small import small_model, steps_of
 
 from lengthwise import Session
@@ -26,14 +27,17 @@ CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 STEPS = [[97, 60, 5], [1, 40, 81], [30, 2]]
 
 
-def loop(_rank, *, make, steps, state=None, dtype=torch.bfloat16, capacity=64, **options):
+def loop(_rank, *, make, steps, loads=None, saves=None, dtype=torch.bfloat16, capacity=64, **options):
     """Train so many steps; return (loss, norm) of each, and the state after."""
     model = small_model(dtype, tie_word_embeddings=True)
     optimizer = make(model.parameters())
     with Session(model, optimizer, capacity_tokens=capacity, **options) as session:
-        if state is not None:
-            session.load_state_dict(state)
-        return planned_loop(session, optimizer, CONSTANT(optimizer), steps), session.state_dict()
+        if loads is not None:
+            session.load(loads)
+        found = planned_loop(session, optimizer, CONSTANT(optimizer), steps)
+        if saves is not None:
+            session.save(saves)
+        return found, whole_state(session)
 
 
 @pytest.mark.parametrize(
@@ -52,16 +56,16 @@ def test_a_loop_with_its_optimizer_on_the_host_is_the_same_to_the_bit(ranks, mak
     work = partial(loop, make=make, steps=steps_of(STEPS), **options)
     found, expected = (in_ranks(partial(work, offload_optimizer=each), ranks, tmp_path) for each in (True, False))
     assert same(found, expected)
-    assert found[0][1]["optimizer"]["state"], "states were compared"
+    assert found[0][1]["state"], "states were compared"
 
 
 def test_a_loop_goes_on_from_an_offloaded_optimizer_without_and_back(tmp_path):
     def work(_rank, has_states):
-        steps, state, found = steps_of(STEPS), None, []
-        for number, rows in enumerate(steps):
-            offloads = has_states and number != 1
-            numbers, state = loop(0, make=ADAMW, steps=[rows], state=state, offload_optimizer=offloads)
-            found += numbers
+        folder, loads, found = tmp_path / str(has_states), None, []
+        for number, rows in enumerate(steps_of(STEPS)):
+            options = {"saves": folder / str(number), "offload_optimizer": has_states and number != 1}
+            numbers, state = loop(0, make=ADAMW, steps=[rows], loads=loads, **options)
+            found, loads = found + numbers, options["saves"]
         return found, state
 
     assert same(*(in_ranks(partial(work, has_states=each), 2, tmp_path) for each in (True, False)))
@@ -82,10 +86,10 @@ def test_an_optimizer_that_made_steps_before_is_offloaded_with_its_states(tmp_pa
                 model.lm_head.weight[3] = 0.25
                 before = model.lm_head.weight[5].clone()
                 model.lm_head.weight[5] = 0.25
-                session.state_dict()  # which takes it
+                whole_state(session)  # which takes it
                 model.lm_head.weight[5] = before
             optimizer.step()
-            return session.state_dict()
+            return whole_state(session)
 
     assert same(*(in_ranks(partial(work, offloads=each), 2, tmp_path) for each in (True, False)))
 

@@ -17,9 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 from testing.faults import VARIABLE
+from testing.saved import whole_state
 from testing.small import small_model, steps_of
 
-from lengthwise.checkpoint import part
+from lengthwise.checkpoint import export_state, part
 from lengthwise.checkpoint.manifest import read_manifest, read_run_manifest, signed
 from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
@@ -41,10 +42,10 @@ def tied():
 
 
 def groups_of(model, make):
-    """Vectors without decay, and with another rate: groups in another order than the model's."""
-    parameters = list(model.parameters())
-    vectors = {"params": [each for each in parameters if each.dim() < 2], "weight_decay": 0.0, "lr": 3e-3}
-    return make([vectors, {"params": [each for each in parameters if each.dim() >= 2]}])
+    """Vectors without decay, and with another rate: groups in another order than the model's, with names."""
+    named = list(model.named_parameters())
+    vectors = {"params": [each for each in named if each[1].dim() < 2], "weight_decay": 0.0, "lr": 3e-3}
+    return make([vectors, {"params": [each for each in named if each[1].dim() >= 2]}])
 
 
 def opened(layout, make=ADAMW, model=None):
@@ -69,16 +70,16 @@ def run(folder, layout, ranks, make, *, loads=None, saves=None):
                 step(session, rows)
                 if saves is not None and session.steps == 1:
                     session.save(saves)
-            return session.state_dict()
+            return whole_state(session)
 
     return in_ranks(in_double(work), ranks, folder)[0]
 
 
 def assert_same(found, wanted, tolerance):
     assert found["steps"] == wanted["steps"]
-    assert found["optimizer"]["param_groups"] == wanted["optimizer"]["param_groups"]
+    assert found["param_groups"] == wanted["param_groups"]
     pairs = [(found["master_weights"], wanted["master_weights"])]
-    states = found["optimizer"]["state"], wanted["optimizer"]["state"]
+    states = found["state"], wanted["state"]
     assert states[0].keys() == states[1].keys()
     pairs += [(states[0][number], each) for number, each in states[1].items()]
     for own, others in pairs:
@@ -144,7 +145,7 @@ def test_whatever_an_optimizer_keeps_is_kept_to_the_bit(name, tmp_path):
                 step(session, rows)
                 if session.steps == 1:
                     session.save(tmp_path / "state")
-            found.append(session.state_dict())
+            found.append(whole_state(session))
     assert_same(found[1], found[0], 0.0)
 
 
@@ -162,7 +163,7 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
             with LargestTensor() as seen:
                 session.save(folder)
             own = session.engine.parameters.master_weights.nbytes
-            return session.state_dict(), seen.bytes, own
+            return whole_state(session), seen.bytes, own
 
     def load(_rank):
         with opened(ZERO3[0], model=small_model()) as session:
@@ -171,13 +172,13 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
             session.optimizer.zero_grad()
             with LargestTensor() as seen:
                 session.load(folder)
-            return session.state_dict(), seen.bytes
+            return whole_state(session), seen.bytes
 
     saved = in_ranks(in_double(save), 3, tmp_path)
     loaded = in_ranks(in_double(load), 3, tmp_path)
     assert_same(loaded[0][0], saved[0][0], 0.0)
     names = [name for name, each in small_model().named_parameters() if each.dim() < 2]
-    assert names.index(UNREACHED) not in saved[0][0]["optimizer"]["state"]
+    assert names.index(UNREACHED) not in saved[0][0]["state"]
     assert [largest for _, largest, _ in saved] == [own for *_, own in saved]
     assert [largest for _, largest in loaded] == [own for *_, own in saved]
 
@@ -213,13 +214,11 @@ def test_a_save_grows_no_process_by_more_than_its_slices(tmp_path):
         with opened(ZERO3[0], model=model) as session:
             step(session, [{"input_ids": torch.arange(4), "labels": torch.arange(4)}] * 3)
             own = 3 * session.engine.parameters.master_weights.nbytes
-            save, load = (partial(each, tmp_path / "state") for each in (session.save, session.load))
-            return [peak_bytes(each) / own for each in (save, load, session.state_dict)]
+            return [peak_bytes(partial(each, tmp_path / "state")) / own for each in (session.save, session.load)]
 
     found = in_ranks(work, 3, tmp_path)
-    assert max(saving for saving, _, _ in found) < 1.1, found
-    assert max(loading for _, loading, _ in found) < 2.5, found
-    assert found[0][2] > 3, "what a gathered state takes of rank 0's host is seen"
+    assert max(saving for saving, _ in found) < 1.1, found
+    assert max(loading for _, loading in found) < 2.5, found
 
 
 def break_byte(folder):
@@ -265,6 +264,29 @@ DAMAGES = [
     (edit(lambda values: values.update(optimizer=None)), r"those of a run of an earlier version"),
 ]
 
+OTHER_STATES = [  # of number 0, a vector
+    (lambda state: state["param_groups"].pop(), r"its optimizer's groups: expected 2 of \d+, \d+ parameters; got 1 of"),
+    (lambda state: state["param_groups"][0]["params"].append(99), r"its optimizer's groups: expected 2 of "),
+    (
+        lambda state: state["param_groups"][0].pop("betas"),
+        r"groups, 0, betas: expected 2 numbers of 0 or more",
+    ),
+    (lambda state: state["state"][0].pop("exp_avg"), r"expected exp_avg, exp_avg_sq, step; got exp_avg_sq, step"),
+    (lambda state: state["state"][0].update(exp_avg=torch.ones(3)), r"exp_avg of \S+: expected \(32,\).*; got \(3,\)"),
+    (lambda state: state["state"][0].update(exp_avg=torch.ones(32).long()), r"got \(32,\) in torch\.int64"),
+    (
+        lambda state: state["state"][0]["exp_avg_sq"].neg_(),
+        r"exp_avg_sq: .* got a tensor with a negative value",
+    ),
+    (lambda state: state["state"][0]["step"].neg_(), r"step: expected a whole number of 0 or more; got -1\.0"),
+    (lambda state: state["state"].update({99: {"step": 1.0}}), r"states of parameter 99, which does not train"),
+    (lambda state: state["master_weights"].popitem(), r"master_weights of \S+: expected \(.*; got nothing"),
+    (
+        lambda state: state.pop("state"),
+        r"a plain optimizer; got KeyError: 'state'\. Name a file that",
+    ),
+]
+
 
 def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path):
     def save(_rank):
@@ -275,27 +297,32 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
     in_ranks(save, 2, tmp_path)
     with pytest.raises(LengthwiseError, match="expected a run's checkpoint; got a session's checkpoint"):
         read_run_manifest(tmp_path / "state")
+    export_state(tmp_path / "state", tmp_path / "state.pt")
     for number, (damage, _) in enumerate(DAMAGES):
         shutil.copytree(tmp_path / "state", tmp_path / f"state-{number}")
         damage(tmp_path / f"state-{number}")
+    for number, (change, _) in enumerate(OTHER_STATES, start=len(DAMAGES)):
+        change(other := torch.load(tmp_path / "state.pt", weights_only=True))
+        torch.save(other, tmp_path / f"state-{number}")
+    cases = [*DAMAGES, *OTHER_STATES]
 
     def work(_rank):
         found = []
         with opened(ZERO3[0], model=small_model()) as session:
             step(session, steps_of()[1])
-            before = session.state_dict()
-            for number in range(len(DAMAGES)):
+            before = whole_state(session)
+            for number in range(len(cases)):
                 with pytest.raises(LengthwiseError) as caught:
                     session.load(tmp_path / f"state-{number}")
                 found.append(str(caught.value))
-            after = session.state_dict()
+            after = whole_state(session)
         for model, make in ((small_model(), SGD), (small_model(intermediate_size=40), ADAMW)):
             with opened(ZERO1[0], make, model) as session, pytest.raises(LengthwiseError) as caught:
                 session.load(tmp_path / "state")
             found.append(str(caught.value))
         return found, before, after
 
-    expected = [*(told for _, told in DAMAGES), "expected SGD; got AdamW", r"has shape \[\d+, 32\], not \[40, 32\]"]
+    expected = [*(told for _, told in cases), "expected SGD; got AdamW", r"has shape \[\d+, 32\], not \[40, 32\]"]
     ranks = in_ranks(work, 2, tmp_path)
     for found, before, after in ranks:
         assert [told for told, text in zip(expected, found, strict=True) if not re.search(told, text)] == [], found

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from loops import both_loops, in_double, in_ranks
-from peft import LoraConfig, get_peft_model
 from testing.small import loss_tokens, plain_losses, rows_of, small_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
@@ -110,24 +109,3 @@ def test_a_stage_gives_no_part_of_a_model_as_if_it_were_whole(tmp_path):
     in_ranks(work, 2, tmp_path)
     _, info = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", output_loading_info=True)
     assert not info["missing_keys"]
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
-def test_the_state_of_adapters_has_the_names_of_the_users_model_and_loads_from_others(tmp_path):
-    def work(_rank):
-        torch.manual_seed(1)
-        config = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-        model = get_peft_model(small_model(**LAYERS), config)
-        names = {name for name, each in model.named_parameters() if each.requires_grad}
-        optimizer = SGD([each for each in model.parameters() if each.requires_grad])
-        with Session(model, optimizer, capacity_tokens=256, stages=2) as session:
-            state = session.state_dict()
-            assert session.rank or state["master_weights"].keys() == names
-            inside = {
-                name.removeprefix("base_model.model."): each for name, each in state.get("master_weights", {}).items()
-            }
-            session.load_state_dict({**state, "master_weights": {name: each + 1 for name, each in inside.items()}})
-            again = session.state_dict().get("master_weights", {})
-        assert all(torch.equal(again[name], each + 1) for name, each in state.get("master_weights", {}).items())
-
-    in_ranks(work, 2, tmp_path)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from testing.saved import whole_state
 from testing.small import small_model, steps_of, write_model
 from transformers import AutoModelForCausalLM
 
@@ -45,7 +46,7 @@ def trained(make, folder, options, *, loads=None, saves=None):
                 optimizer.zero_grad()
             if saves is not None and session.steps == 1:
                 session.save(saves)
-        return losses, session.state_dict()
+        return losses, whole_state(session)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from loops import in_double, in_ranks, planned_loop
+from testing.saved import whole_state
 from testing.small import plain_loop, small_model, steps_of
 from transformers import AutoModelForCausalLM
 
@@ -44,7 +45,7 @@ def test_adapters_on_a_frozen_base_of_another_dtype(tmp_path):
                 losses = planned_loop(session, optimizer, CONSTANT(optimizer), steps_of()[:2])
                 dtypes = {each.dtype for each in model.parameters() if not each.requires_grad}
                 session.save_pretrained(tmp_path / shard)
-                found[shard] = losses, session.state_dict().get("master_weights"), dtypes
+                found[shard] = losses, whole_state(session).get("master_weights"), dtypes
         return found
 
     found, _ = in_ranks(work, 2, tmp_path)

@@ -22,5 +22,7 @@ from lengthwise.checkpoint.part import unfit as unfit
 from lengthwise.checkpoint.part import write_part as write_part
 from lengthwise.checkpoint.saved_folder import CheckpointFolder as CheckpointFolder
 from lengthwise.checkpoint.saved_folder import check_sizes as check_sizes
+from lengthwise.checkpoint.whole_state import export_state as export_state
+from lengthwise.checkpoint.whole_state import read_whole as read_whole
 from lengthwise.checkpoint.writer import Ended as Ended
 from lengthwise.checkpoint.writer import SliceWriter as SliceWriter

@@ -64,9 +64,9 @@ class Parameter:
 class OptimizerState:
     """An optimizer's state without its tensors.
 
-    kind: name of its class. groups: as in torch's `state_dict`, with the names of trained parameters in `params`.
-    states: states of every parameter that a loss has reached, by name: a number, or null for one value an entry, which
-    the ranks' files have under this name.
+    kind: name of its class. groups: as in torch's `state_dict`, with names in `params`, null for parameters that do not
+    train. states: states of every parameter that a loss has reached, by name: a number, or null for one value an entry,
+    which the ranks' files have under this name.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -287,10 +287,10 @@ def _contradictions(found: Manifest) -> Iterator[str]:
 
 def _contradictions_of_optimizer(found: OptimizerState, names: set[str]) -> Iterator[str]:
     members = [group.get(MEMBERS) for group in found.groups]
-    listed = [name for each in members if isinstance(each, list) for name in each if isinstance(name, str)]
-    if sum(len(each) if isinstance(each, list) else 1 for each in members) != len(listed):
+    listed = [name for each in members if isinstance(each, list) for name in each]
+    if not all(isinstance(each, list) for each in members) or not all(isinstance(n, str | None) for n in listed):
         yield f"groups without a list of {MEMBERS}"
-    elif sorted(listed) != sorted(names):
+    elif sorted(filter(None, listed)) != sorted(names):
         yield "groups of other parameters"
     if not found.states.keys() <= names:
         yield f"states of {shown(min(found.states.keys() - names))}, which is not a parameter"

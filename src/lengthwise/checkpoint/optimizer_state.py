@@ -20,7 +20,7 @@ def state_of(optimizer: SlicedOptimizer) -> OptimizerState:
     names, groups = {number: name for name, number in optimizer.numbers.items()}, []
     for number, group in enumerate(optimizer.plain_groups()):
         plain = {key: plain_value(value) for key, value in group.items()}
-        plain[MEMBERS] = [names[each] for each in group[MEMBERS] if each in names]
+        plain[MEMBERS] = [names.get(each) for each in group[MEMBERS]]
         for key, value in plain.items():
             try:
                 json.dumps(value, allow_nan=False)

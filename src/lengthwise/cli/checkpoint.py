@@ -1,4 +1,4 @@
-"""`lengthwise checkpoint`: list a run's checkpoints, verify them, or export one as a model folder."""
+"""`lengthwise checkpoint`: list a run's checkpoints, verify them, or export one as a model or a plain state."""
 
 from __future__ import annotations
 
@@ -21,33 +21,39 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """List the checkpoints of a run, verify every byte of them, or export one as a Hugging Face folder.
+    """List the checkpoints of a run, verify every byte of them, or export one for other programs.
 
-    `verify` exits with 1 if a checkpoint differs from what was written.
+    `verify` exits with 1 if a checkpoint differs from what was written. `export` writes a run's model as a Hugging Face
+    folder; of a folder of slices (`Session.save`, `checkpoints/step-000050`) it writes a plain loop's `optimizer.pt`.
     """
 
     action: Annotated[tyro.conf.Positional[Literal["list", "verify", "export"]], tyro.conf.arg(metavar="ACTION")]
     """list, verify or export."""
     output: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="OUTPUT")]
-    """The run's output folder; verify: also a folder that `Session.save` wrote."""
+    """The run's output folder; verify, export: also a folder of slices."""
     step: Annotated[int | None, tyro.conf.arg(metavar="N", help_behavior_hint="")] = None
     """The checkpoint saved after this step; default: verify all, export the newest."""
-    to: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER", help_behavior_hint="")] = None
-    """A new folder to which export writes the model."""
+    to: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="TO", help_behavior_hint="")] = None
+    """Export: the new folder of the model, or the new file of a plain state."""
 
     def run(self) -> int:
         if self.step is not None:
             read_whole("--step", self.step)
         if (self.to is not None) != (self.action == "export"):
-            got, remedy = ("none", "Name a new folder.") if self.to is None else (str(self.to), "Remove it.")
-            raise ConfigError("--to", expected="a folder with export only", got=got, remedy=remedy)
+            got, remedy = ("none", "Name a new one.") if self.to is None else (str(self.to), "Remove it.")
+            raise ConfigError("TO", expected="a folder or file with export only", got=got, remedy=remedy)
         if self.action == "list" and self.step is not None:
             remedy = "Remove it, or use verify."
             raise ConfigError("--step", expected="none for list", got=str(self.step), remedy=remedy)
         return {"list": self._list, "verify": self._verify, "export": self._export}[self.action]()
 
     def names(self) -> dict[str, str]:
-        return named_alike("step to") | {"resume": "lengthwise train --resume", "resume|resuming": "--resume"}
+        return named_alike("step") | {"to": "TO", "resume": "lengthwise train --resume", "resume|resuming": "--resume"}
+
+    def _is_slices(self) -> bool:
+        from lengthwise.checkpoint.manifest import NAME
+
+        return self.step is None and (self.output / NAME).exists()
 
     def _folder(self) -> CheckpointFolder:
         from lengthwise.checkpoint import CheckpointFolder
@@ -112,9 +118,7 @@ class Checkpoint:
 
     def _to_verify(self) -> list[Path]:
         """Return the folder itself if it is a checkpoint, else the checkpoints of the run in it."""
-        from lengthwise.checkpoint.manifest import NAME
-
-        if self.step is None and (self.output / NAME).exists():
+        if self._is_slices():
             return [self.output]
         folder = self._folder()
         steps = folder.steps() if self.step is None else [self.step]
@@ -126,11 +130,16 @@ class Checkpoint:
         return [folder.at(step) for step in steps]
 
     def _export(self) -> int:
+        from lengthwise.checkpoint import export_state
         from lengthwise.run.export import export_checkpoint
         from lengthwise.run.prepared_run import quiet_libraries
 
         quiet_libraries()
         assert self.to is not None, "checked before"
-        checkpoint = export_checkpoint(self.output, self.to, step=self.step)
-        print(f"{checkpoint} exported to {self.to}")
+        exported = self.output
+        if self._is_slices():
+            export_state(self.output, self.to)
+        else:
+            exported = export_checkpoint(self.output, self.to, step=self.step)
+        print(f"{exported} exported to {self.to}")
         return 0

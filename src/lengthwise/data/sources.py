@@ -277,7 +277,8 @@ def _csv(path: Path, delimiter: str) -> dict[str, Any]:
         expected, remedy = "names that differ, one for each field", "Correct the header or the row."
         raise DataError(printable_name(path), expected=expected, got=got[:300], remedy=remedy)
     features = Features({column: Value("string") for column in columns})
-    plain: dict[str, Any] = {"keep_default_na": False, "na_filter": False, "sep": delimiter, "features": features}
+    plain: dict[str, Any] = {"keep_default_na": False, "na_filter": False, "skip_blank_lines": False}
+    plain |= {"sep": delimiter, "features": features}
     return {"path": "csv", "data_files": [glob.escape(os.fspath(path))], **plain}
 
 

@@ -243,13 +243,6 @@ class SlicedOptimizer:
             if run.start < run.stop:
                 yield run, self.optimizer.state.get(self._key(name), {})
 
-    def set_states(self, parameter: int, states: Mapping[str, Tensor]) -> None:
-        """Replace a parameter's states by this rank's slices of `states`, (entries,) or () each."""
-        run = self._runs[self.parameters.names[parameter]]
-        entries = _entries(run)
-        if run.start < run.stop:
-            self.set_slice(run, {key: each[entries] if each.dim() else each for key, each in states.items()})
-
     def set_slice(self, run: Run, states: Mapping[str, Tensor] | None) -> None:
         """Replace a slice's states by copies, (entries of the slice,) or () each, or remove them if None."""
         name = self.parameters.names[run.parameter]
@@ -319,12 +312,9 @@ def plain_value(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
-def _entries(run: Run) -> slice:
-    return slice(run.entry, run.entry + run.stop - run.start)
-
-
 def _sliced(value: Any, shape: tuple[int, ...], run: Run) -> Any:
     """Return the run's slice of a state with one value per entry, or a copy of any other tensor."""
     if not isinstance(value, Tensor):
         return value
-    return value.reshape(-1)[_entries(run)].clone() if tuple(value.shape) == shape else value.clone()
+    entries = slice(run.entry, run.entry + run.stop - run.start)
+    return value.reshape(-1)[entries].clone() if tuple(value.shape) == shape else value.clone()

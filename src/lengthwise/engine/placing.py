@@ -97,7 +97,7 @@ def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
     def refuse(what: str) -> None:
         if not is_whole():
             where, expected = f"model.{what}", "a model with whole parameters, but they lie over the ranks"
-            remedy = f"Call the session's {what} or save_pretrained on all ranks; load weights before the session."
+            remedy = "Call session.save or save_pretrained on all ranks; load weights before the session."
             raise ModelRefused(where, expected=expected, got=type(model).__name__, remedy=remedy)
 
     model.register_state_dict_pre_hook(lambda *_: refuse("state_dict"))
@@ -112,6 +112,6 @@ def refuse_parts(model: nn.Module, is_whole: Callable[[], bool]) -> None:
 
 def pickled(module: nn.Module) -> ModelRefused:
     """Return the error for pickling a model in a session, as torch.save does, or copying a sharded one."""
-    remedy = "Call session.save_pretrained or session.state_dict on all ranks, or make a copy before the session."
+    remedy = "Call session.save_pretrained or session.save on all ranks, or make a copy before the session."
     name, expected = type(module).__name__, "no torch.save, and no copy of a sharded model, during a session"
     return ModelRefused(f"model {name}", expected=expected, got="a pickle or a copy", remedy=remedy)

@@ -289,21 +289,19 @@ def brought(values: Tensor, dtype: torch.dtype, device: torch.device, staged: Te
     return staged.copy_(values).to(device, non_blocking=True)
 
 
-def gathered(
-    layout: FlatLayout, slices: Iterable[Tensor], transport: Transport, *, device: torch.device | None = None
-) -> Iterator[tuple[int, Tensor]]:
+def gathered(layout: FlatLayout, slices: Iterable[Tensor], transport: Transport) -> Iterator[tuple[int, Tensor]]:
     """Gather slices of buckets one by one; yield the numbers of parameters and their whole tensors. Collective.
 
-    slices: this rank's slices of all buckets (`in_buckets`). transport: transport over the layout's ranks. device:
-    device of the gathered tensors, by default the slice's. A bucket's tensors are views of one tensor of its own.
+    slices: this rank's slices of all buckets (`in_buckets`). transport: transport over the layout's ranks. A bucket's
+    tensors are views of one tensor of its own.
     """
     members: dict[int, list[int]] = {}
     for index, number in enumerate(layout.bucket_of):
         members.setdefault(number, []).append(index)
     order = layout.ranks_in_order()
     order = None if order == sorted(order) else order
-    for bucket, each in enumerate(slices):
-        place, own = layout.bucket(bucket), each.to(device or each.device)
+    for bucket, own in enumerate(slices):
+        place = layout.bucket(bucket)
         whole = torch.empty(place.stop - place.start, dtype=own.dtype, device=own.device)
         transport.all_gather(whole, own)
         if order is not None:

@@ -154,7 +154,7 @@ class FreedParameter(nn.Parameter):
             f"{name} of a parameter",
             expected="a parameter with values, as sharded models have them while a layer runs in a step",
             got="a parameter whose values lie over the ranks",
-            remedy="Use the session's state_dict, or whole_on_first on all ranks, which makes rank 0's model whole.",
+            remedy="Use the session's whole_on_first on all ranks, which makes rank 0's model whole.",
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

@@ -1,7 +1,6 @@
 """Checkpoints of a Trainer: its files, with the session's state as a folder of slices in place of `optimizer.pt`.
 
-All ranks write `checkpoint-50/lengthwise/`; any number of ranks reads it. Checkpoints of a plain Trainer, and of
-earlier versions, which gathered the optimizer on rank 0, are read too.
+All ranks write `checkpoint-50/lengthwise/`; any number of ranks reads it. Checkpoints of a plain Trainer are read too.
 """
 
 from __future__ import annotations
@@ -10,14 +9,12 @@ import os
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
-from lengthwise.comm import raise_together
-from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError
+from lengthwise.core.errors import ConfigError
 from lengthwise.session import Session
 
-STATE, SCHEDULER = "lengthwise", "scheduler.pt"
-OPTIMIZER, MASTERS = "optimizer.pt", "master_weights.safetensors"  # files of a plain Trainer, and of earlier versions
+STATE, OPTIMIZER, SCHEDULER = "lengthwise", "optimizer.pt", "scheduler.pt"  # the second is a plain Trainer's
+MASTERS = "master_weights.safetensors"  # of an earlier version, which had no STATE
 
 
 def save_state(trainer: Any, session: Session, folder: str) -> None:
@@ -32,46 +29,21 @@ def load_state(trainer: Any, session: Session, folder: str) -> None:
     """Read a checkpoint that `save_state` or a plain Trainer wrote. Collective.
 
     Raises:
-        ConfigError: a file is missing.
+        ConfigError: a file is missing, or an earlier version wrote them.
         OutputError, Problems: a file cannot be read, on all ranks; see `Session.load`.
     """
-    state = os.path.join(folder, STATE)
-    seen = int(session.sum_over_ranks(torch.tensor([float(os.path.isdir(state))])))
-    if not seen:
-        _load_plain(trainer, session, folder)
-    else:
-        session.load(state)  # names a rank that does not see the folder
-    scheduler = os.path.join(folder, SCHEDULER)
-    if not os.path.isfile(scheduler):
-        raise _lacking(folder, SCHEDULER)
+    paths = [os.path.join(folder, name) for name in (STATE, OPTIMIZER, SCHEDULER, MASTERS)]
+    state, plain, scheduler, _ = paths
+    seen = session.sum_over_ranks(torch.tensor([float(os.path.exists(each)) for each in paths])) > 0
+    has_state, has_plain, has_scheduler, has_masters = seen.tolist()
+    wrong = [] if has_state or has_plain else [f"no {STATE} and no {OPTIMIZER}"]
+    wrong += [] if has_scheduler else [f"no {SCHEDULER}"]
+    wrong += [f"{MASTERS}, of an earlier version"] if has_masters and not has_state else []
+    if wrong:
+        remedy = "Take a checkpoint saved without save_only_model, or load its model and start a new training."
+        raise ConfigError(folder, expected="a checkpoint of this trainer", got=" and ".join(wrong), remedy=remedy)
+    session.load(state if has_state else plain)  # names a rank that does not see it
+    if not has_state:
+        session.runner.steps = trainer.state.global_step
     assert trainer.lr_scheduler is not None, "it was made"
     trainer.lr_scheduler.load_state_dict(torch.load(scheduler, weights_only=True))
-
-
-def _load_plain(trainer: Any, session: Session, folder: str) -> None:
-    """Read the optimizer of a plain Trainer, and exact weights beside it, on rank 0. Collective."""
-    lacking = [name for name in (OPTIMIZER, SCHEDULER) if not os.path.isfile(os.path.join(folder, name))]
-    if lacking:
-        raise _lacking(folder, STATE, *lacking)
-    state, problems = dict[str, Any](), list[LengthwiseError]()
-    try:
-        if trainer.args.process_index == 0:
-            state = _read_plain(folder)
-    except Exception as error:  # noqa: BLE001 - of a disk or a library; the other ranks wait
-        got, remedy = f"{type(error).__name__}: {error}", "Take another checkpoint."
-        problems.append(OutputError(folder, expected="the files that a Trainer wrote", got=got, remedy=remedy))
-    raise_together(session.engine.transport, problems)
-    session.load_state_dict({"steps": trainer.state.global_step, **state})
-
-
-def _read_plain(folder: str) -> dict[str, Any]:
-    state = {"optimizer": torch.load(os.path.join(folder, OPTIMIZER), map_location="cpu", weights_only=True)}
-    if os.path.isfile(masters := os.path.join(folder, MASTERS)):
-        state["master_weights"] = load_file(masters)
-    return state
-
-
-def _lacking(folder: str, *names: str) -> ConfigError:
-    remedy = "Take a checkpoint saved without save_only_model, or load its model and start a new training."
-    got = f"no {' and no '.join(names)}"
-    return ConfigError(folder, expected="a checkpoint of this trainer", got=got, remedy=remedy)

@@ -71,7 +71,7 @@ class Slice(Tensor):
         if name in _WITHHELD if of_attribute else not _is_by_entry(name):
             expected = "an operation by entry: optimizer.param_groups have only this rank's slices"
             remedy = "Call session.clip_grad_norm_ for a norm of gradients; take norms and shapes of weights from the "
-            remedy += "model's own parameters or session.state_dict; change entries in place, without .data."
+            remedy += "model's own parameters; change entries in place, without .data."
             where = "slices in optimizer.param_groups"
             raise ConfigError(where, expected=expected, got=f"{name} of a slice", remedy=remedy)
         slices = (each for each in tree_leaves((args, kwargs)) if isinstance(each, Slice))

@@ -65,8 +65,8 @@ class LoopOptimizer(SlicedOptimizer):
 
     def _hook_in(self) -> None:
         self.optimizer.zero_grad = self.zero_grad
-        self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict"))
-        self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict"))
+        self.optimizer.register_state_dict_pre_hook(lambda *_: _refuse_slices("state_dict", "save"))
+        self.optimizer.register_load_state_dict_pre_hook(lambda *_: _refuse_slices("load_state_dict", "load"))
         self._before_step = self.optimizer.register_step_pre_hook(self._begin_step)
         self._after_step = self.optimizer.register_step_post_hook(lambda *_: self.after_step())
         self._order_hooks()
@@ -267,6 +267,7 @@ class LoopOptimizer(SlicedOptimizer):
         self.withhold_gradients()
 
 
-def _refuse_slices(name: str) -> NoReturn:
-    got, remedy = f"optimizer.{name}, which sees only this rank's slices", f"Call session.{name}."
-    raise ConfigError(f"optimizer.{name}", expected=f"session.{name}", got=got, remedy=remedy)
+def _refuse_slices(name: str, method: str) -> NoReturn:
+    got = f"optimizer.{name}, which sees only this rank's slices"
+    remedy = f"Call session.{method}; `lengthwise checkpoint export` makes a plain state of what it saved."
+    raise ConfigError(f"optimizer.{name}", expected=f"session.{method}", got=got, remedy=remedy)

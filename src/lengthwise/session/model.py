@@ -1,4 +1,4 @@
-"""Check that a session can run a model by a plan, with all problems in one message; names under peft's wrap."""
+"""Check that a session can run a model by a plan, with all problems in one message."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lengthwise.core.errors import LengthwiseError, ModelRefused, raise_problems
 from lengthwise.engine.units import FreedParameter
@@ -38,26 +38,9 @@ def hugging_face_model(model: nn.Module) -> Any:
     return model if unwrap is None else unwrap()
 
 
-def names_in_wrap(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename values of the Hugging Face model to the names in `model`, which peft may have wrapped around it."""
-    prefix = _prefix(model)
-    return {prefix + name: each for name, each in values.items()}
-
-
-def names_inside(model: nn.Module, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undo `names_in_wrap`; names without peft's prefix stay."""
-    prefix = _prefix(model)
-    return {name.removeprefix(prefix): each for name, each in values.items()}
-
-
 def num_words(model: Any) -> int:
     """Return the number of rows of a model's input embedding, under adapters too."""
     return len(model.get_input_embeddings().weight)
-
-
-def _prefix(model: nn.Module) -> str:
-    inner = hugging_face_model(model)
-    return next(f"{name}." if name else "" for name, module in model.named_modules() if module is inner)
 
 
 def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> torch.dtype:

@@ -1,10 +1,8 @@
-"""Saving and loading of a `Session`: its state, as a folder of slices or as a `state_dict`, and the model."""
+"""Saving and loading of a `Session`: its state, as a folder of slices, and the model."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +16,7 @@ from lengthwise.models import save_model
 from lengthwise.session.agreement import Agreement
 from lengthwise.session.engine import Engine
 from lengthwise.session.misuse import check_kinds
-from lengthwise.session.model import names_in_wrap, names_inside
 from lengthwise.session.runner import StepRunner
-from lengthwise.session.stages import whole_states
-from lengthwise.session.state_dict import take_state
 from lengthwise.session.state_folder import Claims, load, save
 
 
@@ -61,43 +56,21 @@ class SavedSession:
         save(self.runner.writer, trained, path, self.steps, claims=self._claims, background=background)
 
     def load(self, folder: str | Path) -> None:
-        """Continue from a folder that `save` wrote, or from a checkpoint of `lengthwise train`. Collective.
+        """Continue from a folder that `save` or `lengthwise train` wrote, or from a plain loop's file. Collective.
 
-        Any number of ranks under any layout may have written it; a rank reads its part. Steps, the optimizer's states
-        and groups (learning rates), and exact weights are restored.
+        Any number of ranks under any layout may have written a folder; a rank reads its part. Steps, the optimizer's
+        states and groups (learning rates), and exact weights are restored. A file that torch.save wrote of a plain
+        optimizer's `state_dict` has no steps and no weights: these stay.
 
         Raises:
-            OutputError, Problems: the folder is damaged, or of another model or optimizer; nothing was changed.
+            OutputError, Problems: folder or file is damaged, or of another model or optimizer; nothing was changed.
         """
         check_kinds(folder=folder)
         trained, path = self._trained("load"), Path(folder).absolute()
         self._agree(f"load after step {self.steps}", folder=str(path))
         self.runner.writer.finish()
-        self.runner.steps = load(self._transport, trained, path)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return on rank 0 the whole state, which a plain loop can load; {} on other ranks. Collective.
-
-        Its keys: `steps`, number of steps made; `optimizer`, the `state_dict` of a plain optimizer over whole
-        parameters; `master_weights`, exact parameters by their names in the model, on the host, in fp32 or wider.
-        """
-        trained = self._trained("state_dict")
-        self._agree(f"state_dict after step {self.steps}")
-        optimizer, weights = whole_states(trained, self.engine)
-        weights = names_in_wrap(self.model, weights)
-        return {} if self.rank else {"steps": self.steps, "optimizer": optimizer, "master_weights": weights}
-
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Continue from rank 0's `state`, a `state_dict` of any number of ranks; others may pass None. Collective.
-
-        Its `optimizer` may come from a plain loop; without `master_weights` the model keeps its values.
-
-        Raises:
-            ConfigError, Problems: the state is of another model or optimizer; nothing was changed.
-        """
-        trained = self._trained("load_state_dict")
-        self.runner.steps = take_state(trained, self._transport, state, partial(names_inside, self.model))
-        trained.publish()
+        steps = load(self._transport, trained, path)
+        self.runner.steps = self.steps if steps is None else steps
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the model, or peft's adapters, as Hugging Face's `save_pretrained` does; rank 0 writes. Collective.

@@ -6,10 +6,17 @@ changes, and all ranks raise one rank's error.
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
+
+from torch import Tensor
 
 from lengthwise.checkpoint import (
     Ended,
@@ -21,18 +28,18 @@ from lengthwise.checkpoint import (
     dtype_of,
     read_manifest,
     read_slices,
+    read_whole,
     state_of,
     take_state,
 )
 from lengthwise.checkpoint.manifest import NAME
-from lengthwise.comm import Transport, agree, on_first_rank, raise_together
-from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.comm import Transport, agree, from_first, on_first_rank, raise_together
+from lengthwise.core.errors import Collector, LengthwiseError, OutputError, raise_problems
 from lengthwise.core.files import claim, previous_of
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import MASTER_WEIGHTS
 from lengthwise.engine.whole_optimizer import MEMBERS, kept_of
-from lengthwise.session.misuse import shown
-from lengthwise.session.state_dict import wrong_arguments, wrong_number
+from lengthwise.session.misuse import is_number, shown
 
 _SHOWN = 8  # differences
 _ANOTHER = "Take another checkpoint: remove this folder."
@@ -48,20 +55,22 @@ def _problems_of(optimizer: SlicedOptimizer, state: OptimizerState | None) -> It
     if state.kind != here.kind:
         yield "its optimizer", here.kind, state.kind
         return
-    members = [[sorted(group[MEMBERS]) for group in each.groups] for each in (here, state)]
+    members = [[sorted(filter(None, group[MEMBERS])) for group in each.groups] for each in (here, state)]
     if members[0] != members[1]:
         counts = [f"{len(each)} of {', '.join(str(len(one)) for one in each)} parameters" for each in members]
         got = counts[1] if counts[0] != counts[1] else f"{counts[1]}, which are others"
         yield "its optimizer's groups", counts[0], got
         return
     for number, (group, given) in enumerate(zip(here.groups, state.groups, strict=True)):
-        for key, expected in wrong_arguments(group, given):
+        for key, expected in _wrong_arguments(group, given):
             yield f"its optimizer's groups, {number}, {key}", expected, shown(given.get(key))
         kept = kept_of(optimizer.optimizer, {**group, **given})
         for name in given[MEMBERS]:
             found = state.states.get(name)
             if found:
                 yield from _wrong_kept(name, found, kept)
+    for name in state.states.keys() - optimizer.shapes.keys():
+        yield f"states of {name}", "none", ", ".join(state.states[name])
 
 
 def _wrong_kept(
@@ -72,8 +81,39 @@ def _wrong_kept(
     if kept is not None and own != dict(kept):
         yield f"states of {name}", ", ".join(sorted(kept)) or "none", ", ".join(sorted(own))
     for key, number in found.items():
-        if number is not None and (expected := wrong_number(key, number)):
+        if number is not None and (expected := _wrong_number(key, number)):
             yield f"states of {name}, {key}", expected, shown(number)
+
+
+def _wrong_arguments(own: Mapping[str, Any], given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the arguments of a saved group that do not fit the optimizer's own group, and what was expected."""
+    for key, value in own.items():
+        if key == MEMBERS:
+            continue
+        if isinstance(value, tuple | list) and all(map(is_number, value)):  # names are torch's `param_names`
+            each = given.get(key)
+            if not isinstance(each, tuple | list) or len(each) != len(value) or not all(map(_is_positive, each)):
+                yield key, f"{len(value)} numbers of 0 or more"
+        elif is_number(value) and not _is_positive(given.get(key)):
+            yield key, "a finite number of 0 or more"
+    for key, value in given.items():
+        plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+        try:
+            json.dumps(plain)
+        except (TypeError, ValueError):
+            yield key, "a number, a word, or several"
+
+
+def _is_positive(value: object) -> bool:
+    return is_number(value) and 0 <= float(value) < math.inf  # type: ignore[arg-type] - it is a number
+
+
+def _wrong_number(key: str, value: object) -> str | None:
+    """Return what was expected of a number in an optimizer's state, or None if the number is possible."""
+    number = float(value) if is_number(value) else math.nan  # type: ignore[arg-type] - it is a number
+    if math.isfinite(number) and (key != "step" or (number >= 0 and number.is_integer())):
+        return None
+    return "a whole number of 0 or more" if key == "step" else "a finite number"
 
 
 _CLAIMED: dict[Path, tuple[TextIO, int]] = {}  # locks of this process, and how many of its sessions have each
@@ -138,25 +178,52 @@ def save(
             raise OutputError(str(folder), expected="a folder that can be written", got=found[0].error, remedy=remedy)
 
 
-def load(transport: Transport, updates: SlicedOptimizer, folder: Path) -> int:
-    """Load the state of a folder; return its steps. Collective.
+def load(transport: Transport, updates: SlicedOptimizer, path: Path) -> int | None:
+    """Load the state of a folder, or of a plain loop's file; return its steps, None if it has none. Collective.
 
     Raises:
         OutputError, Problems: a file is damaged, or of another model or optimizer; on all ranks, and nothing changed.
     """
-    parameters = updates.parameters
-    transport.phase = f"reading {folder}"
+    transport.phase = f"reading {path}"
+    is_file = from_first(transport, lambda: os.path.isfile(path))
+    steps, optimizer, state = (_read_file if is_file else _read_folder)(transport, updates, path)
+    weights = state.pop(MASTER_WEIGHTS, None)
+    take_state(updates, optimizer, state)
+    if weights is not None:
+        updates.parameters.master_weights.copy_(weights)
+        updates.publish()
+    return steps
+
+
+_Read = tuple[int | None, OptimizerState, dict[str, Tensor]]  # steps; and (entries,) of this rank, by state
+
+
+def _read_file(transport: Transport, updates: SlicedOptimizer, path: Path) -> _Read:
+    """Read this rank's slices of a plain loop's state. Collective."""
+
+    def check(state: OptimizerState) -> None:
+        raise_problems(_refused(updates, state, path))
+
+    found = Collector()
+    read = found.attempt(lambda: read_whole(path, updates, check))
+    raise_together(transport, found.problems)
+    assert read is not None, "else there are problems"
+    steps, optimizer, state = read
+    agree(transport, json.dumps([steps, asdict(optimizer), sorted(state)]).encode(), f"state in {path}", _SHARED)
+    return read
+
+
+def _read_folder(transport: Transport, updates: SlicedOptimizer, folder: Path) -> _Read:
+    """Read this rank's slices of a folder. Collective."""
     on_first_rank(transport, lambda: _put_back(folder))
     manifest, problems = _read_manifest(transport, updates, folder)
     raise_together(transport, problems)
     assert manifest is not None, "else there are problems"
     assert manifest.optimizer is not None, "else there are problems"
     agree(transport, manifest.to_json().encode(), f"{NAME} in {folder}", _SHARED)
-    state = read_slices(transport, folder, manifest, parameters, manifest.optimizer.vectors, remedy=_ANOTHER)
-    parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
-    take_state(updates, manifest.optimizer, state)
-    updates.publish()
-    return manifest.step
+    vectors = manifest.optimizer.vectors
+    state = read_slices(transport, folder, manifest, updates.parameters, vectors, remedy=_ANOTHER)
+    return manifest.step, manifest.optimizer, state
 
 
 def _read_manifest(
@@ -180,12 +247,13 @@ def _read_manifest(
         got = "; ".join(wrong[:_SHOWN]) + (f"; and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")
         remedy = "Give the session the model that was saved, in the same precision."
         return None, [OutputError(str(folder), expected="the session's parameters", got=got, remedy=remedy)]
+    return manifest, _refused(updates, manifest.optimizer, folder)
+
+
+def _refused(updates: SlicedOptimizer, state: OptimizerState | None, path: Path) -> list[LengthwiseError]:
     remedy = "Give the session an optimizer of the same class, groups and arguments."
-    problems: list[LengthwiseError] = [
-        OutputError(f"{folder}, {what}", expected=expected, got=got, remedy=remedy)
-        for what, expected, got in _problems_of(updates, manifest.optimizer)
-    ]
-    return manifest, problems[:_SHOWN]
+    wrong = islice(_problems_of(updates, state), _SHOWN)
+    return [OutputError(f"{path}, {what}", expected=each, got=got, remedy=remedy) for what, each, got in wrong]
 
 
 def _refuse_other(folder: Path) -> None:

@@ -105,7 +105,7 @@ class _OfSession:
 
 
 def _refuse_closed(*_: object) -> NoReturn:
-    remedy = "Make a new optimizer of the model's parameters; it loads the optimizer of session.state_dict."
+    remedy = "Make a new optimizer of the model's parameters; it loads what `lengthwise checkpoint export` makes."
     raise ConfigError("optimizer.step", expected="an open session", got="slices of a closed session", remedy=remedy)
 
 
