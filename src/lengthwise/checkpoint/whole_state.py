@@ -146,8 +146,9 @@ def _wrong_shapes(tensors: Tensors, optimizer: SlicedOptimizer) -> Iterator[tupl
         missing = optimizer.shapes.keys() - whole.keys() if key == MASTER_WEIGHTS else ()
         for name, value in (dict.fromkeys(missing) | dict(whole)).items():
             shape = optimizer.shapes.get(name, "nothing")
-            fits = value is not None and value.is_floating_point() and torch.promote_types(value.dtype, exact) == exact
-            if not fits or tuple(value.shape) != shape:
+            is_exact = value is not None and value.is_floating_point()
+            is_exact = is_exact and torch.promote_types(value.dtype, exact) == exact
+            if value is None or not is_exact or tuple(value.shape) != shape:
                 got = "nothing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
                 yield f", {key} of {name}", f"{shape} in {exact} or a narrower dtype", got
 

@@ -95,7 +95,7 @@ class RowFile:
             if self.paths and cache is None:  # its own key is path and time alone: a replaced file would give old rows
                 found = hashlib.sha256(json.dumps(self.versions()).encode()).hexdigest()[:16]
                 cache = Path(datasets.config.HF_DATASETS_CACHE) / found  # pyright: ignore[reportAttributeAccessIssue]
-            kept = os.fspath(cache) if self.paths else None
+            kept = None if cache is None or not self.paths else os.fspath(cache)
             return datasets.load_dataset(**self.asked, split=self.split, streaming=stream, cache_dir=kept)
 
     def identity(self) -> list[Any]:
