@@ -146,11 +146,11 @@ def _wrong_shapes(tensors: Tensors, optimizer: SlicedOptimizer) -> Iterator[tupl
         missing = optimizer.shapes.keys() - whole.keys() if key == MASTER_WEIGHTS else ()
         for name, value in (dict.fromkeys(missing) | dict(whole)).items():
             shape = optimizer.shapes.get(name, "nothing")
-            is_exact = value is not None and value.is_floating_point()
-            is_exact = is_exact and torch.promote_types(value.dtype, exact) == exact
-            if value is None or not is_exact or tuple(value.shape) != shape:
-                got = "nothing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
-                yield f", {key} of {name}", f"{shape} in {exact} or a narrower dtype", got
+            got = "nothing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
+            if value is not None and value.is_floating_point() and tuple(value.shape) == shape:
+                if torch.promote_types(value.dtype, exact) == exact:
+                    continue
+            yield f", {key} of {name}", f"{shape} in {exact} or a narrower dtype", got
 
 
 def _shard_of(whole: Mapping[str, Tensor], optimizer: SlicedOptimizer) -> Tensor:
