@@ -2,19 +2,17 @@
 
 import json
 import random
-from collections.abc import Sequence
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testing.plans import draw_lengths, random_plan
 
-from judge import Coefficients, broken_rules, judge, piece_seconds
+from judge import Coefficients, broken_rules, judge
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Plan
-from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, plain_cost
-from lengthwise.planner import bound_seconds, score
+from lengthwise.planner import score
 from lengthwise.program import check_plan
 
 FOUR = st.tuples(
@@ -80,43 +78,3 @@ def test_judge_and_check_plan_refuse_the_same_plans(seed: int, ranks: int, capac
     except LengthwiseError:
         refused = True
     assert refused == any(True for _ in broken_rules(raw))
-
-
-def judge_bound(lengths: Sequence[int], ranks: int, capacity: int, cost: Coefficients) -> float:
-    """Find the least T for which every sequence has a degree d >= s / capacity with t(d) <= T and all fit in ranks x T.
-
-    A ring owes a launch on each rank, a sequence on one rank its share of a full pack's.
-    """
-    choices = []
-    for length in lengths:
-        least = -(-length // capacity)
-        of_length = []
-        for degree in range(least, ranks + 1):
-            seconds = piece_seconds([length], degree, cost)
-            launch = cost.fixed * length / capacity if degree == 1 else cost.fixed * degree
-            of_length.append((seconds + cost.fixed, degree * seconds + launch))
-        choices.append(of_length)
-
-    def fits(limit: float) -> bool:
-        cheapest = [min((area for t, area in of_length if t <= limit), default=None) for of_length in choices]
-        return None not in cheapest and sum(area for area in cheapest if area is not None) <= ranks * limit
-
-    low, high = 0.0, sum(max(t for t, _ in of_length) for of_length in choices)
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
-
-
-@given(
-    tokens=st.lists(st.integers(1, 9) | st.integers(1, 400), min_size=1, max_size=12),
-    ranks=st.sampled_from([1, 2, 3, 5, 6, 12]),
-    capacity=st.integers(5, 97),
-    four=FOUR,
-)
-def test_judge_bound_agrees_with_the_bound(tokens, ranks, capacity, four):
-    cluster, (cost, coefficients) = Cluster(ranks=ranks, capacity_tokens=capacity), _costs(four)
-    tokens = [min(length, cluster.longest_tokens) for length in tokens]
-    assert judge_bound(tokens, ranks, capacity, coefficients) == pytest.approx(
-        bound_seconds(tokens, cluster, cost, whole_launches=False), rel=1e-6
-    )

@@ -18,9 +18,6 @@ from lengthwise.planner.problem.degrees import (
     DegreeTable,
     cheapest_degrees,
     fewest_degrees,
-    hidden_degrees,
-    most_degrees,
-    useful_degrees,
 )
 from lengthwise.planner.problem.topology import Topology
 from lengthwise.program import check_plan, ring_order
@@ -83,12 +80,6 @@ def test_growth_goes_below_the_floor_where_ranks_would_only_wait() -> None:
     assert plan.microbatches[0].pieces[0].degree == 4  # 512 tokens on a rank, where 1,024 end far from the bound
 
 
-def test_growth_stops_at_the_floor_where_that_is_good_enough() -> None:
-    lengths = [200_000] + [1000] * 800
-    plan = plan_step(lengths, Cluster(ranks=4, capacity_tokens=200_000), Cost(linear_seconds=1.0))
-    assert max(piece.degree for microbatch in plan.microbatches for piece in microbatch.pieces) == 1
-
-
 @costly
 @given(lengths=LENGTHS, cost=st.sampled_from(COSTS))
 def test_cheapest_degrees_are_found_by_trying_all(lengths: list[int], cost: Cost) -> None:
@@ -100,23 +91,6 @@ def test_cheapest_degrees_are_found_by_trying_all(lengths: list[int], cost: Cost
             assert _taken(cost, length, found) == pytest.approx(min(tried), rel=1e-9)
         else:
             assert found == 1
-
-
-def test_cheapest_degrees_above_64_are_exact() -> None:
-    """The grid steps by two and four there, and what is between is looked at."""
-    cluster, lengths = Cluster(ranks=400, capacity_tokens=512), np.arange(80_000, 200_000, 5003)
-    links = {"link_bytes_per_second": 1e12, "node_uplink_bytes_per_second": 8e12, "hop_latency_seconds": 1e-8}
-    quick = replace(HARDWARE, **links, block_efficiency=((1, 1.0),))
-    terms = all_terms_cost(SHAPE, quick)
-    terms = replace(terms, quadratic_seconds=0.0)  # nothing hides copies but linear work
-    cost = _joint(terms=terms, offloads_above_tokens=512)
-    found = cheapest_degrees(cost, lengths, cluster)
-    assert np.any((found > 128) & (found % 2 == 1))
-    for length, least, best in zip(
-        lengths.tolist(), fewest_degrees(cost, lengths, cluster).tolist(), found.tolist(), strict=True
-    ):
-        tried = [_taken(cost, length, degree) for degree in range(least, cluster.ranks + 1)]
-        assert _taken(cost, length, best) == pytest.approx(min(tried), rel=1e-12)
 
 
 @costly
@@ -142,30 +116,6 @@ def test_degrees_within_a_limit_are_the_cheapest(lengths: list[int], cost: Cost,
         assert found > CLUSTER.ranks or found in within
 
 
-@given(lengths=LENGTHS)
-def test_hidden_degrees_are_the_fewest_with_copies_that_hide(lengths: list[int]) -> None:
-    cost, many = _joint(terms=replace(SLOW, copy_bytes_per_second=8e9)), np.array(lengths)
-    assert hidden_degrees(SLOW, many, CLUSTER).tolist() == (-(-many // CLUSTER.capacity_tokens)).tolist()
-    fewest = fewest_degrees(cost, many, CLUSTER).tolist()
-    for length, least, found in zip(lengths, fewest, hidden_degrees(cost, many, CLUSTER).tolist(), strict=True):
-        free = [d for d in range(least, 61) if cost.hides_copies(np.array([length]), np.array([d]))[0]]
-        assert found == free[0]
-        without = cost.without_copies().piece_seconds([length], found)
-        assert cost.piece_seconds([length], found) == pytest.approx(without)
-
-
-def test_useful_degrees_fill_nodes() -> None:
-    assert useful_degrees(_joint(), 24) is None
-    only = useful_degrees(COSTS[1], 28)
-    assert only is not None
-    assert only.tolist() == [1, 2, 4, 8, 16, 24, 28]
-    assert most_degrees(np.array([3, 9, 27, 27]), np.array([1, 1, 1, 26]), 28, 1, only=only).tolist() == [2, 8, 24, 26]
-    lengths = np.array([30_000, 190_000])
-    least = cheapest_degrees(COSTS[1], lengths, Cluster(ranks=28, capacity_tokens=8192), only=only)
-    grown = DegreeTable(COSTS[1], lengths, least, np.array([28, 28]), only=only).grown(0.5)
-    assert set(grown.tolist()) | set(least.tolist()) <= set(only.tolist())
-
-
 @given(
     length=st.integers(1, 60_000),
     degree=st.integers(1, 11),
@@ -183,15 +133,6 @@ def test_ground_adds_what_a_ring_costs_across_the_border_of_a_node(length, degre
     for first in range(ranks - degree + 1):
         took = cost.piece_seconds([length], degree, ranks=ring_order(first, degree))
         assert took == pytest.approx(promised + (0 if extra is None else extra.at(first)), rel=1e-12)
-
-
-def test_ground_is_level_where_no_place_differs() -> None:
-    assert Topology(Cost(linear_seconds=1.0), 64).is_level
-    assert Topology(FULL_HEADS, 8).is_level  # one node
-    assert Topology(replace(FULL_HEADS, far=FULL_HEADS.near, uplink_bytes_per_second=float("inf")), 64).is_level
-    assert not Topology(FULL_HEADS, 9).is_level
-    assert Topology(Cost(linear_seconds=1.0), 64).extra_seconds(1000, 4) is None
-    assert Topology(FULL_HEADS, 64).extra_seconds(1000, 9) is None  # wider than a node: across, wherever it is
 
 
 def test_plan_step_keeps_narrow_rings_inside_nodes() -> None:

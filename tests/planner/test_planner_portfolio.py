@@ -9,13 +9,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from testing.plans import planners_of
 
-from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape, plain_cost
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.planner import PlanOptions, plan_step, registry
-from lengthwise.planner.portfolio import Selection, is_worth_others, others_seconds
 from lengthwise.planner.problem.effort import FAR
-from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.score import score
 from lengthwise.program import check_plan
 from lengthwise.program.ring_order import interval_microbatch
@@ -107,26 +104,6 @@ def test_no_planner_ends_sooner_with_choices(ranks, shares, stages, mode, offloa
     assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
 
 
-def _others_are_asked(request: PlanRequest, seconds: float) -> bool:
-    empty = Plan(ranks=1, layers=1, capacity=1, tokens=request.tokens, microbatches=())
-    selection = Selection(plan=empty, cost=request.cost, options=PlanOptions(), seconds=seconds)
-    return is_worth_others(request, selection)
-
-
-def test_other_planners_are_left_out_near_the_bound_for_large_steps_and_where_the_step_does_not_pay_for_them() -> None:
-    cluster, cost = Cluster(ranks=100, capacity_tokens=16_384), all_terms_cost(LLAMA_7B, H100)
-    small = PlanRequest(tokens=(9000,) * 400, cluster=cluster, cost=cost.choosing(Choices(splits_heads=True)))
-    far = small.bound_seconds * 1.011
-    assert _others_are_asked(small, far)
-    assert not _others_are_asked(small, min(small.bound_seconds, small.packed_bound_seconds) * 1.009)
-    assert not _others_are_asked(replace(small, tokens=(9000,) * 501), float("inf"))
-    counted = others_seconds(small)
-    for share, asked in ((1.01, True), (0.99, False)):
-        assert _others_are_asked(replace(small, planning_share=share * counted / small.bound_seconds), far) == asked
-    assert counted > others_seconds(replace(small, cost=cost))  # each piece has several prices
-    assert others_seconds(replace(small, tokens=(9000,) * 4000)) > 9 * counted
-
-
 @pytest.mark.parametrize(
     ("planner", "stages", "count", "expected"),
     [
@@ -161,11 +138,3 @@ def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence
         plan_step(tokens, cluster, cost, PlanOptions(planner=name)) for name in ("single-degree", "lengthwise")
     )
     assert ours.notes["predicted_seconds"] <= single.notes["predicted_seconds"]
-
-
-def test_slots_of_small_pipelines_are_filled_whatever_an_ideal_one_takes() -> None:
-    """The ideal pipeline has the long sequence in its middle; with packs before it the plan ended 1 % sooner."""
-    tokens, cluster = [2, 1, 8192, 368, 30, 8, 730, 3], Cluster(ranks=8, capacity_tokens=1024)
-    cost = plain_cost(linear_seconds=1.0, fixed_seconds=1e6, ring_seconds=400.0)
-    plan = plan_step(tokens, cluster, cost, PlanOptions(mode="pipeline", stages=4))
-    assert plan.notes["predicted_seconds"] < 15.81e6

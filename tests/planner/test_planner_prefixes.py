@@ -1,7 +1,5 @@
 """Prefixes that rows share: found, made into trees, priced, and planned where that pays."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,9 +10,8 @@ from lengthwise.core.held import fullest_tokens
 from lengthwise.core.plan import Piece
 from lengthwise.core.prefixes import LEAST_SHARED_TOKENS, SharedPrefixes, shared_prefixes
 from lengthwise.cost import plain_cost
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, score
+from lengthwise.planner import PlanOptions, score
 from lengthwise.planner.prefixes import plan_shared
-from lengthwise.planner.service import step_planning
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.simulator.clocks import simulate_plan
 
@@ -121,23 +118,6 @@ def test_a_prompt_is_computed_once_in_a_group_that_no_rank_holds():
     assert plan.tokens == (500,) * 4 + (2000,)
     assert plan.notes["predicted_seconds"] == pytest.approx(1000, rel=0.01)
     assert plan.notes["seconds_apart"] == pytest.approx(2500, rel=0.01)
-
-
-def test_each_size_of_trees_has_time_to_be_planned(monkeypatch):
-    """A plan in a twentieth of the time may take longer than whole rows where one in full saves much."""
-    plan_in_full = step_planning.plan_recomputed
-
-    def hurried(tokens, ranks, cost, kinds, options):
-        plan = plan_in_full(tokens, ranks, cost, kinds, options)
-        slower = 1.0 if options.planning_share > PLANNING_SHARE / 20 else 1.5
-        return replace(plan, notes={**plan.notes, "predicted_seconds": slower * plan.notes["predicted_seconds"]})
-
-    monkeypatch.setattr(step_planning, "plan_recomputed", hurried)
-    planning = StepPlanning(
-        ranks=4, cost=plain_cost(linear_seconds=1e-4), capacities={"none": 8000}, options=PlanOptions()
-    )
-    plan = planning.plan([3000] * 8, shared_prefixes([np.zeros(999, dtype=np.int32)] * 8, [3000] * 8))
-    assert plan.notes["predicted_seconds"] < 0.9 * plan.notes["seconds_apart"]
 
 
 def test_full_trees_of_one_length_and_other_shapes_leave_room_for_the_lengths_that_tell_them_apart():

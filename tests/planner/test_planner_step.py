@@ -3,21 +3,17 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from testing.plans import make_plan
 
 from lengthwise.core.errors import LengthwiseError, Problems
-from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step
-from lengthwise.planner.problem.bounds import has_lone_rings
 from lengthwise.program import check_plan
 from tiers import more
 
@@ -79,14 +75,6 @@ def test_plan_step_beats_the_static_mesh_by_far_on_a_long_tail() -> None:
     }
     assert took["static"] > 1.5 * took["lengthwise"]
     assert min(took, key=lambda name: took[name]) == "lengthwise"
-
-
-def test_plan_step_does_not_call_a_ring_lone_that_only_rounding_holds() -> None:
-    """A ring of 2 over 22 tokens at a capacity of 10 is valid, and below the bound for degrees of s / capacity."""
-    pieces = [Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(2,), sequences=(1,))]
-    plan = replace(make_plan(3, (22, 10), pieces), capacity=10)
-    check_plan(plan)
-    assert not has_lone_rings(plan)
 
 
 def test_plan_step_is_the_same_in_another_process() -> None:
