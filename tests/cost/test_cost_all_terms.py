@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece
 from lengthwise.cost import Choice, all_terms_cost, analytic_cost, named_hardware, named_shape
 from lengthwise.program import ring_order
@@ -17,7 +16,7 @@ LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
 PUBLISHED_MS = {4: (0.8, 0.9), 32: (14.1, 7.5), 128: (175.5, 28.2)}
 
 
-@pytest.mark.parametrize("k_tokens", [4, 32, 128])
+@pytest.mark.parametrize("k_tokens", PUBLISHED_MS)
 def test_paper_gpu_gives_the_published_layer_times(k_tokens: int) -> None:
     cost = all_terms_cost(LLAMA_7B, named_hardware("bytescale-gpu"))
     head = 2 * 4096 * 32000 / (1.2575e15 * 0.8123) * 1024 * k_tokens  # the output head is in our linear work
@@ -28,10 +27,9 @@ def test_paper_gpu_gives_the_published_layer_times(k_tokens: int) -> None:
     assert 1e3 * layer == pytest.approx(sum(PUBLISHED_MS[k_tokens]), rel=0.03)
 
 
-@pytest.mark.parametrize(("shape", "hardware"), [("llama-7b", "h100"), ("mixtral-8x7b", "cpu")])
-def test_all_terms_agree_with_the_simple_costs_where_they_overlap(shape: str, hardware: str) -> None:
-    described = replace(named_hardware(hardware), block_efficiency=((1, 1.0),))
-    cost, simple = (make(named_shape(shape), described) for make in (all_terms_cost, analytic_cost))
+def test_all_terms_agree_with_the_simple_costs_where_they_overlap() -> None:
+    described = replace(H100, block_efficiency=((1, 1.0),))
+    cost, simple = (make(named_shape("mixtral-8x7b"), described) for make in (all_terms_cost, analytic_cost))
     lengths = np.array([1, 500, 100_000])
     assert cost.compute_seconds(lengths) == pytest.approx(simple.compute_seconds(lengths))
     assert cost.ring_bytes / cost.far.bytes_per_second == pytest.approx(simple.ring_bytes / simple.far.bytes_per_second)
@@ -59,12 +57,6 @@ def test_stages_hold_their_share_of_the_layers() -> None:
     assert four.piece_seconds([10_000], 16) == pytest.approx(two.piece_seconds([10_000], 16) / 2)
     assert (four.stages, four.layers) == (4, 8)
     assert four.version != one.version
-
-
-@pytest.mark.parametrize("stages", [0, 33])
-def test_impossible_stages_are_refused(stages) -> None:
-    with pytest.raises(ConfigError, match="stages"):
-        all_terms_cost(LLAMA_7B, H100, stages=stages)
 
 
 @pytest.mark.parametrize("kind", RECOMPUTE_KINDS)

@@ -12,7 +12,6 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Choice, Link
 from lengthwise.cost.ending import Ending
 from lengthwise.cost.fit import fit_samples, with_terms
-from lengthwise.cost.hardware import named_hardware
 from lengthwise.cost.measured import measured_cost
 from properties import costly
 
@@ -77,15 +76,6 @@ def test_fit_of_noisy_samples_predicts_within_the_noise_and_says_how_sure_it_is(
         assert abs(term.value / true_value - 1) < 0.02 + 10 * noise
 
 
-@given(shares=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=8), seed=st.integers(0, 99))
-def test_the_block_curve_is_one_that_hardware_takes(shares, seed):
-    local = [each for each in samples_of(machine(), seed=seed) if each.kind == "local"]
-    blocks = [sample("block", (2.0**k) ** 2 * share, (2**k,)) for k, share in enumerate(shares)]
-    curve = fit_samples([*local, *blocks], base()).block_efficiency
-    replace(named_hardware("cpu"), block_efficiency=curve)
-    assert [tokens for tokens, _ in curve] == [2.0**k for k in range(len(shares))]
-
-
 def test_the_block_curve_is_the_one_that_slowed_the_blocks():
     curve = ((32.0, 0.2), (128.0, 0.5), (512.0, 0.8), (1024.0, 0.9), (2048.0, 0.95), (4096.0, 1.0))
     fit = fit_samples(samples_of(machine(curve=curve)), base())
@@ -116,18 +106,6 @@ def test_microbatches_that_wait_for_launches_are_left_out_where_the_host_runs_ah
         assert ahead.terms[name].value == pytest.approx(getattr(true, name), rel=2e-2)
     assert ahead.terms["fixed_seconds"].value < 0.1 * launch < all_of_them.terms["fixed_seconds"].value
     assert ahead.mean_error < 0.02 < all_of_them.mean_error
-
-
-def test_a_pass_that_waits_for_launches_leaves_its_microbatch_out_and_three_others_do():
-    true = replace(machine(), fixed_seconds=0.0)
-    samples = [each for each in samples_of(true) if each.kind == "local"]
-    *_, first, second, third = sorted(samples, key=lambda each: each.seconds)
-    forward, backward = 0.5 * first.forward_seconds, 0.5 * (first.seconds - first.forward_seconds)
-    both = replace(samples[0], seconds=forward + backward, forward_seconds=forward)
-    one = replace(samples[1], seconds=9 * forward + backward, forward_seconds=9 * forward)
-    fit = fit_samples([both, one, first, second, third], base(), launches_ahead=True)
-    for name in ("quadratic_seconds", "linear_seconds"):
-        assert fit.terms[name].value == pytest.approx(getattr(true, name), rel=2e-2)
 
 
 def test_fit_refuses_what_tells_nothing():

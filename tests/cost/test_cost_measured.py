@@ -44,7 +44,6 @@ def test_the_file_comes_back_as_it_was_written(tmp_path):
     ("content", "said"),
     [
         (None, "No such file"),
-        ("[1]", 'an object with "schema"'),
         ('{"schema": "lengthwise.measurements/2"}', "lengthwise.measurements/1"),
         ('{"schema": "lengthwise.measurements/1", "schema": 1}', 'the key "schema" twice'),
         ('{"schema": "lengthwise.measurements/1"', "broken JSON"),
@@ -92,7 +91,6 @@ def free(raw):
         (lambda raw: raw["fit"]["terms"]["forward_linear"].update(value=1.5), "a share below 1"),
         (lambda raw: raw["fit"]["terms"]["near_bytes_per_second"].update(value=0.0), "more than 0 and less"),
         (lambda raw: raw["fit"]["terms"]["linear_seconds"].update(value=1e300), "at most 1e+06 seconds"),
-        (lambda raw: raw["fit"]["terms"]["near_bytes_per_second"].update(value=1e300), "less than 1e+18 bytes"),
         (lambda raw: raw.update(hardware="abacus"), "h100"),
         (lambda raw: raw["fit"].update(block_efficiency=[[100.0, 0.9], [200.0, 0.5]]), "block_efficiency"),
         (free, "at least one coefficient above 0"),
@@ -173,28 +171,11 @@ def test_a_description_can_be_read_again_and_is_none_of_adapters():
         hardware_from_measurements(replace(FOUND, adapters=1000))
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA B200", None),
-    ],
-)
-def test_a_gpu_is_priced_by_its_name(device, name):
-    found, said = hardware_of_gpu(device)
-    assert found == (name or "h100")
-    assert (said is None) == (name is not None)
-    if said is not None:
-        assert said.startswith(f"{device} is planned with the figures of h100")
-
-
-def test_h200_is_h100_with_more_memory():
-    h100, h200 = named_hardware("h100"), named_hardware("h200")
-    assert h200.device_bytes == 141e9
-    assert replace(h200, name="h100", device_bytes=h100.device_bytes, source=h100.source) == h100
+def test_a_gpu_is_priced_by_its_name():
+    known = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100"}
+    assert [hardware_of_gpu(device) for device in known] == [(name, None) for name in known.values()]
+    found, said = hardware_of_gpu("NVIDIA B200")
+    assert (found, said is not None and "B200" in said) == ("h100", True)
 
 
 def test_costs_of_a_stage_are_its_part_of_the_whole_by_which_layers_are_weighed_alike():

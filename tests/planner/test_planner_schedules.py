@@ -47,7 +47,7 @@ LENGTHS = st.lists(st.sampled_from([1, 2, 96, 97, 98, 194, 195, 1009]) | st.inte
 
 
 def planned_twice(tokens, ranks, cost, **options):
-    """Plan any lengths; check that the plan is valid, as predicted, above its bound, the same again, and in one order."""
+    """Plan any lengths; check that the plan is valid, as predicted, above its bound, the same again, and ordered."""
     cluster = Cluster(ranks=ranks, capacity_tokens=CAPACITY)
     tokens = [min(length, cluster.longest_tokens) for length in tokens]
     plan = plan_step(tokens, cluster, cost, PlanOptions(**options))

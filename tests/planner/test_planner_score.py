@@ -51,12 +51,17 @@ def test_score_of_waves_waits_for_every_rank():
 
 
 @pytest.mark.parametrize(
-    ("feature", "piece", "offload"),
-    [("offload", {}, 0.5), ("heads", {"heads": 2}, 0.0)],
+    ("said", "piece", "offload", "speeds"),
+    [
+        ("offload", {}, 0.5, None),
+        ("heads", {"heads": 2}, 0.0, None),
+        *(("speeds", {}, 0.0, note) for note in ([[1, 1.0]], [[2, 0]], "fast", [[2, 1.0, 2]], {})),
+    ],
 )
-def test_score_refuses_what_its_costs_do_not_tell(feature, piece, offload):
+def test_score_refuses_what_its_costs_do_not_tell_and_what_are_no_speeds(said, piece, offload, speeds):
     plan = changed(make_plan(2, (20,), [ring([0, 1], 0, **piece)], layers=4), offload=offload)
-    with pytest.raises(PlanError, match=feature):
+    plan = plan if speeds is None else replace(plan, notes={"speeds": speeds})
+    with pytest.raises(PlanError, match=said):
         score(plan, COST)
 
 
