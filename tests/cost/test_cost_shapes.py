@@ -8,6 +8,7 @@ import pytest
 
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.core.files import read_package_json
+from lengthwise.core.trained import FAMILIES
 from lengthwise.cost import (
     SHAPE_NAMES,
     Cost,

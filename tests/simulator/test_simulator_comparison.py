@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lengthwise.cost import logits_at_once, named_hardware, named_shape
+from lengthwise.cost import named_hardware, named_shape
 from lengthwise.cost.shard_choice import Shard
 from lengthwise.report.branches import branches_json, branches_notes
 from lengthwise.report.page import degrees_of
@@ -20,13 +20,10 @@ from lengthwise.simulator import (
     best_mesh,
     compare,
     compare_layouts,
-    comparison,
     stretches,
 )
-from lengthwise.simulator.found import TooLarge
 from lengthwise.simulator.layouts import layout_seconds
 from lengthwise.simulator.rivals import BY_WORK, ONE_RING, PACKED, PADDED, LockStep, lock_steps
-from tiers import more
 
 SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
 BATCHES = [[30_000, *[2000] * 12, 700], [20_000, *[4000] * 6]]
@@ -60,7 +57,7 @@ def test_comparison_has_each_way_at_settings_that_fit(rows) -> None:
         assert max(ends) <= found.step_seconds[0] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("name", [PADDED, more(PACKED), more(ONE_RING), BY_WORK])
+@pytest.mark.parametrize("name", [PADDED, BY_WORK])
 def test_a_rival_takes_the_best_of_all_its_settings(name: str) -> None:
     """Each of them simulated: those that the search skips by the prediction of their plan are no better."""
     compared, (batch, _) = compare(BATCHES[:1], FEW), BATCHES
@@ -72,12 +69,7 @@ def test_a_rival_takes_the_best_of_all_its_settings(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt_tokens", "told"),
-    [
-        (2000, "Prompts computed once: 58.3 % fewer tokens"),
-        (150, "not computed once: that would save {saved:.1f} % of the predicted time; "),
-        (50, "not computed once: that would add "),
-    ],
+    ("prompt_tokens", "told"), [(2000, "Prompts computed once: 58.3 % fewer tokens"), (50, "not computed once")]
 )
 def test_prompts_are_computed_once_where_that_pays_and_by_ours_alone(prompt_tokens: int, told: str) -> None:
     """On the mesh of whole sequences, which all others run as if they shared nothing."""
@@ -91,41 +83,19 @@ def test_prompts_are_computed_once_where_that_pays_and_by_ours_alone(prompt_toke
     assert {length for length, _ in degrees_of(found.ours.found)} == {batch[0]}
     figures, (note,) = branches_json(found), branches_notes(found)
     (saved,) = figures["saved_seconds_ratio"]
-    assert told.format(saved=100 * (saved or 0)) in note
+    assert told in note
     times = apart.ours.found.mean_seconds / found.ours.found.mean_seconds
     assert figures["steps_sharing"] == (prompt_tokens == 2000) == (times > 1)
     if figures["steps_sharing"]:
         assert figures["saved_tokens_ratio"] == pytest.approx(14 * 1999 / sum(batch))
         assert saved == pytest.approx(1 - 1 / times, rel=0.01)
-        assert f"{times:.2f}x as long" in note
     assert branches_notes(apart) == []
-    assert any(each.startswith("Layouts of Lengthwise, each sequence whole: ") for each in answer_notes(found))
 
 
 def test_completions_of_a_prompt_follow_each_other_longest_first() -> None:
     """The last prompt has fewer; a prompt's last token is of each completion."""
     shared = Branches(completions=2, prompt_tokens=20).shared([30, 40, 50, 25, 60])
     assert (shared.order, shared.common) == ((1, 0, 2, 3, 4), (0, 19, 0, 19, 0))
-
-
-def test_notes_say_in_how_many_steps_prompts_are_shared_and_why_they_are_not(monkeypatch) -> None:
-    """The second step has one completion of its prompt; figures of other steps are put in by hand."""
-    scenario = Scenario(shape=named_shape("qwen3-0.6b"), hardware=H100, devices=1, kinds=("layer",))
-    scenario = replace(scenario, branches=Branches(completions=8, prompt_tokens=2000))
-    found = compare([[3000] * 16, [3000]], scenario)
-    assert "Prompts computed once in 1 of 2 steps: " in branches_notes(found)[0]
-    assert branches_json(found)["saved_seconds_ratio"][1] is None
-    steps = [replace(each, saved_ratio=-0.02, shares_prompts=False) for each in found.ours.found.steps]
-    slower = replace(found.shared, found=replace(found.ours.found, steps=tuple(steps)))
-    assert "not computed once: that would add 2.0 % to the" in branches_notes(replace(found, shared=slower))[0]
-
-    def too_large(*_: object, **__: object) -> Found:
-        raise TooLarge("memory of a device", expected="10 GB", got="11 GB", remedy="Use more devices.")
-
-    monkeypatch.setattr(comparison, "run_batches", too_large)
-    found = compare([[3000] * 16], scenario)
-    assert found.ours == found.apart
-    assert "not computed once: the GPUs hold no prompt together with two of its" in branches_notes(found)[0]
 
 
 def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:
@@ -164,15 +134,6 @@ def test_a_hybrid_recomputes_more_before_it_offloads() -> None:
     assert not hybrid.most_offload
 
 
-@pytest.mark.parametrize(
-    ("model", "attends"), [("granite-4.0-h-1b", False), ("lfm2-350m", False), ("qwen3-0.6b", True)]
-)
-def test_notes_say_whether_layers_do_anything_but_attend(model: str, attends: bool) -> None:
-    scenario = Scenario(shape=named_shape(model), hardware=H100, devices=2, kinds=("layer",))
-    found = compare([[4000, 2000]], scenario)
-    assert any("could cut layers with states" in note for note in answer_notes(found)) is not attends
-
-
 def test_our_row_is_what_a_run_takes_without_offload() -> None:
     """Of 128K tokens a rank of eight has 16K, for which zero1 has room with offload alone, which runs must ask for."""
     found = compare([[131_072, *[4000] * 50]], NODE)
@@ -180,13 +141,6 @@ def test_our_row_is_what_a_run_takes_without_offload() -> None:
     assert zero1.found.most("most_offload") > 0
     assert found.auto == "zero3"
     assert found.ours == zero3
-
-
-def test_simulated_ranks_hold_what_runs_hold() -> None:
-    """The loss of a run on GPUs makes 2,048 tokens at once, of large vocabularies more logits than on CPUs."""
-    memory = NODE.memory(RankMesh(layout="zero3"))
-    on_gpus, on_cpus = (logits_at_once(SHAPE.vocab, on_gpus=each) for each in (True, False))
-    assert memory.logits_at_once == on_gpus > on_cpus
 
 
 def test_comparison_says_what_a_gpu_holds_where_a_sequence_is_too_long() -> None:

@@ -50,7 +50,7 @@ def test_study_of_uniform_sequences() -> None:
     assert needed_bytes(plan, result.first, sharded) == pytest.approx(sharded.peak_bytes(8192))
 
 
-@pytest.mark.parametrize(("sequences", "kept"), [(16, 1), (32, 2), (160, 4)])
+@pytest.mark.parametrize(("sequences", "kept"), [(32, 2), (160, 4)])
 def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept: int) -> None:
     """Of 8K each on 16 ranks of 4 stages: the first stage keeps the activations of at most 4."""
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
@@ -59,7 +59,6 @@ def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept:
     result = run_batches("static", [[8192] * sequences], setting)
     (step,) = result.steps
     assert step.memory_bytes == memory.state_bytes() + memory.microbatch_bytes(8192, kept=kept)
-    assert step.memory_bytes == pytest.approx(memory.state_bytes() + kept * 8192 * memory.saved_bytes("none"), rel=0.08)
 
 
 def test_study_compares_on_the_same_batches() -> None:

@@ -9,7 +9,6 @@ from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.report.simulation import closing_sentences
 from lengthwise.simulator import (
     RankMesh,
     Scenario,
@@ -17,22 +16,17 @@ from lengthwise.simulator import (
     refuse_unheld,
 )
 from lengthwise.simulator.found import TooLarge, run_batches
-from tiers import more, some
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
-BATCHES = [draw_lengths("github", 2**18, seed, 2**16) for seed in range(2)]
 SCENARIO = Scenario(shape=SHAPE, hardware=HARDWARE, devices=16, context_tokens=2**16, kinds=("none", "layer"))
 NO_OFFLOAD = RankMesh(heads="auto")
 
 
-@pytest.mark.parametrize("devices", some([8, 13, 16], 0))
-@pytest.mark.parametrize(
-    "planner", some(["packed-dp", "static", "single-degree", "bytescale", "power-of-two", "lengthwise"], 1, 5)
-)
-def test_search_ends_no_later_than_every_mesh(planner: str, devices: int) -> None:
+@pytest.mark.parametrize("planner", ["static", "lengthwise"])
+def test_search_ends_no_later_than_every_mesh(planner: str) -> None:
     """All and a quarter of the capacity, with and without offload."""
-    scenario = replace(SCENARIO, devices=devices)
-    batches = BATCHES[:1]
+    scenario = replace(SCENARIO, devices=8)
+    batches = [draw_lengths("github", 2**18, 0, 2**16)]
     found = best_mesh(planner, batches, scenario)
     for share, offload in product((1, 1 / 4), ("off", "auto")):
         mesh = RankMesh(capacity_share=share, heads="auto", offload=offload)
@@ -49,15 +43,6 @@ def test_offload_is_tried_where_only_it_holds_the_sequences() -> None:
     assert best_mesh("lengthwise", batches, replace(scenario, base=NO_OFFLOAD)).found is None
     found = best_mesh("lengthwise", batches, scenario).found
     assert found.steps[0].most_offload > 0
-
-
-def test_a_mesh_that_is_sized_for_more_than_a_batch_holds_may_offload_for_it() -> None:
-    scenario = replace(SCENARIO, devices=8, kinds=("none",), context_tokens=2**16)
-    shorter, longer = (best_mesh("static", [[top, 2000, 3000, 1000, 9000]], scenario) for top in (30_000, 60_000))
-    assert shorter.found.steps[0].most_offload == 0, "its batch needs none"
-    assert longer.found.steps[0].most_offload > 0
-    without = best_mesh("static", [[30_000, 2000, 3000, 1000, 9000]], replace(scenario, base=NO_OFFLOAD))
-    assert without.found is None, "the mesh holds the context only with it"
 
 
 def test_a_mesh_on_which_a_lighter_batch_does_not_fit_gives_way_to_the_next(monkeypatch) -> None:
@@ -146,17 +131,3 @@ def test_nobody_holds_the_sequences_is_an_error_and_somebody_is_not() -> None:
     assert alone.found is None
     assert alone.tried == 1
     assert "20000" in str(alone.refusal)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "devices"),
-    [more([1000] * 512, 64), more([4000] * 256, 64), ([700, 1500, 300, 2000, 900, 100, 40, 1300] * 10, 8)],
-)
-def test_where_nothing_can_be_gained_nothing_is_claimed(lengths: list[int], devices: int) -> None:
-    """All short, one length, eight devices: packs of whole sequences are as good, and that is said."""
-    scenario = replace(SCENARIO, devices=devices, context_tokens=max(lengths), kinds=("none",))
-    planners = ("static", "single-degree", "lengthwise")
-    found = [best_mesh(planner, [lengths, lengths[::-1]], scenario) for planner in planners]
-    said = closing_sentences(found, f"{devices} devices of h100")
-    assert "no gain beyond the error" in said
-    assert "fewer GPU hours" not in said
