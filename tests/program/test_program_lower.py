@@ -13,7 +13,6 @@ from testing.plans import with_branches
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, lower_plan
 from program.following import covered_pairs, expected_pairs, follow_rounds
-from tiers import more
 
 RANDOM = st.randoms(use_true_random=False)
 
@@ -49,13 +48,13 @@ def test_lowering_covers_each_visible_pair_once_under_any_shares(length, shares)
     follow_rounds(plan)
 
 
-@pytest.mark.parametrize("window", [1, 128, 129, more(200), 311, 512])
+@pytest.mark.parametrize("window", [1, 129, 311])
 def test_windowed_lowering_tiles_long_documents(window):
     plan = make_plan(2, [312, 200], [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(1, 0), sequences=(1,))])
     assert covered_pairs(plan, window) == expected_pairs(plan, window)
 
 
-@pytest.mark.parametrize(("tokens", "window"), [((80, 3, 2, 1), 2), ((80, 3, 2, 1), 9), ((17, 12, 9, 5), 14)])
+@pytest.mark.parametrize(("tokens", "window"), [((80, 3, 2, 1), 2), ((17, 12, 9, 5), 14)])
 def test_windows_reach_from_sequence_to_sequence(tokens, window):
     """Two sequences continue one that continues another, in a ring; the first have fewer tokens than it has chunks."""
     ring = Piece(ranks=(0, 2, 3, 1), sequences=(0, 1, 2, 3))
@@ -64,7 +63,7 @@ def test_windows_reach_from_sequence_to_sequence(tokens, window):
     follow_rounds(plan, window)
 
 
-@pytest.mark.parametrize("degree", [2, 3, 8])
+@pytest.mark.parametrize("degree", [2, 8])
 def test_windowed_ring_talks_to_its_neighbours_only_when_the_window_is_short(degree):
     ring = Piece(ranks=tuple(random.Random(1).sample(range(degree), degree)), sequences=(0,))
     plan = make_plan(degree, [64 * degree], [ring])
@@ -91,13 +90,6 @@ def test_windowed_work_follows_the_window():
 
     assert work(250) <= 2.2 * 250 * 6000
     assert work(None) >= 6000 * 6000 / 2
-
-
-def test_window_as_long_as_the_longest_sequence_changes_nothing():
-    plan = make_plan(3, [40, 9], [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))])
-    program = lower_microbatch(plan, 0)
-    assert program.with_window(40) == program
-    assert program.with_window(39) != program
 
 
 @given(choose=RANDOM, ranks=st.integers(1, 7), count=st.integers(1, 5), window=st.integers(1, 45))
@@ -131,18 +123,6 @@ def test_rank_without_work_lowers_to_nothing():
     assert lower_plan(plan, 1) == ()
     assert lower_plan(plan, 3) == ()
     check_order(plan, layers=3)
-
-
-def test_rank_without_tokens_still_passes_keys_on():
-    plan = make_plan(3, [1], [Piece(ranks=(0, 1, 2), sequences=(0,))])
-    program = lower_microbatch(plan, 0)
-    tokens = [sum(s.num_tokens for s in program.segments(rank)) for rank in range(3)]
-    assert sorted(tokens) == [0, 0, 1]
-    holder = tokens.index(1)
-    forward = [(t.source, t.target, t.tokens) for each in program.forward_rounds for t in each.transfers]
-    assert forward == [(holder, (holder + 1) % 3, 1), ((holder + 1) % 3, (holder + 2) % 3, 1)]
-    owner = [(t.source, t.target) for t in program.backward_rounds[-1].transfers]
-    assert owner == [((holder + 2) % 3, holder)]
 
 
 def test_segments_follow_the_cut_of_the_plan_file():
