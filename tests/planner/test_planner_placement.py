@@ -153,14 +153,6 @@ def _gaps(*rows: tuple[int, int, int, float]) -> Gaps:
     return Gaps(ranks=whole[0], after=whole[1], before=whole[2], seconds=np.array(seconds, dtype=np.float64))
 
 
-def test_level_ends_puts_sequences_beside_the_last_ring_of_a_rank() -> None:
-    """Rank 1 ends its ring later, but takes 4 without the launch that rank 0 would need."""
-    rooms = Rooms([-1, 3], [0, 0, 0, 4])
-    packs, end = level_ends([0.0, 5.0], _short([4]), capacity_tokens=6, launch_seconds=7.0, rooms=rooms)
-    assert [(pack.rank, pack.sequences, pack.beside) for pack in packs] == [(1, [0], 3)]
-    assert end == 9.0
-
-
 @given(
     lengths=st.lists(st.integers(1, 50), max_size=60),
     gaps=st.lists(st.tuples(st.integers(-1, 5), st.floats(0.1, 80)), max_size=6),
@@ -196,14 +188,6 @@ def test_packs_hold_every_sequence_once_within_capacity(lengths, gaps, ranks, la
     beside = [(pack.rank, pack.beside) for pack in packs if pack.beside is not None]
     assert len(set(beside)) == len(beside)
     assert all(sum(short.lengths[i] for i in pack.sequences) <= room for pack in packs if pack.beside is not None)
-
-
-def test_a_shorter_sequence_that_takes_too_long_is_not_taken_for_a_longer_one():
-    """Trees of sequences may take less time than shorter sequences."""
-    short = ShortSequences([0, 1, 2], [3, 5, 8], [10.0, 3.0, 6.0])
-    short.drop(1)
-    assert short.fill(20, 4.0) == ([], 20, 4.0)
-    assert short.fill(20, 16.0) == ([2, 0], 9, 0.0)
 
 
 def test_an_exchange_for_a_longer_sequence_that_takes_less_needs_room():
@@ -317,12 +301,6 @@ def test_pack_skyline_widens_each_ring_to_what_its_place_asks_for() -> None:
     assert [ring.degree for ring in line.rings] == [6, 6, 6, 2]
     assert line.gaps.longest_first(0.0) == []
     assert sorted(line.free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
-
-
-def test_pack_skyline_keeps_a_degree_where_wider_would_not_be_quicker() -> None:
-    cost = plain_cost(linear_seconds=1.0, hop_seconds=50.0)
-    line = pack_skyline(_moldable(cost, (100, 3, 8)), Topology(cost, 5), cost)
-    assert [ring.degree for ring in line.rings] == [3]
 
 
 def test_pack_skyline_stays_inside_a_node_where_its_neighbour_lies_across_its_border() -> None:
