@@ -1,4 +1,4 @@
-"""Loops on one device: the replay of plans, put together as simulated, and steps that plain Hugging Face takes alike."""
+"""Loops on one device: the replay of plans, put together as simulated, and steps as plain Hugging Face takes them."""
 
 from dataclasses import replace
 
@@ -68,7 +68,6 @@ def test_every_microbatch_of_every_rank_is_timed_and_leaves_no_gradient():
     assert not loop.parameters.grads.any()
 
 
-CPU = torch.device("cpu")
 LENGTHS = [50, 3, 20, 1, 30]
 
 

@@ -1,4 +1,4 @@
-"""Smaller benchmarks: forecasts of published runs, batches, loaders, rollouts, and planners of others that they register."""
+"""Smaller benchmarks: forecasts of published runs, batches, loaders, rollouts, and planners that they register."""
 
 import sys
 from itertools import chain
@@ -6,12 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
-import transformers
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import forecasts
 import loader
-import rollouts
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
@@ -114,10 +112,12 @@ def test_registered_rivals_make_plans_that_run(monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_both_kinds_of_rollouts_train_the_same(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
-    config = transformers.LlamaConfig(
+    import rollouts
+
+    config = LlamaConfig(
         vocab_size=rollouts.VOCAB, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=1
     )
-    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(tmp_path / "model")
     sizes = rollouts.Sizes(completions=16, longest=64, steps=2, layers=1, hidden=32, at_once=8)
     found = list(rollouts.rows(sizes, tmp_path))
     assert [row[0] for row in found] == list(rollouts.CASES)
@@ -126,5 +126,7 @@ def test_both_kinds_of_rollouts_train_the_same(tmp_path: Path, monkeypatch) -> N
 
 @pytest.mark.exhaustive
 def test_shared_prompts_train_the_same() -> None:
+    import rollouts
+
     sizes = rollouts.Sizes(completions=16, longest=64, steps=1, layers=1, hidden=32, at_once=8)
     assert [row[0] for row in rollouts.shared_rows(sizes)] == list(rollouts.SHARED)
