@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing.core_shares import quota
 
 from end_to_end import ratios, refuse_unequal, waiting_share
 from lengthwise.core.plan import Plan
@@ -70,10 +69,3 @@ def test_unequal_losses_end_the_benchmark() -> None:
     refuse_unequal(same)
     with pytest.raises(SystemExit, match="same losses"):
         refuse_unequal([*same, step("static", 1, 1.0, loss=2.0001)])
-
-
-def test_quota_of_a_core_is_its_share_and_no_less_than_the_kernel_takes() -> None:
-    for share in (1.0, 0.1):
-        computing, period = quota(share)
-        assert computing / period == pytest.approx(share, rel=1e-3)
-        assert computing >= 1000

@@ -1,7 +1,6 @@
 """The checks of a GPU machine without one: tables run tiny, what fails or hangs stops no other, a page is made."""
 
 import contextlib
-import json
 import os
 import re
 import sys
@@ -10,7 +9,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 
 import gpu_check
 from gpu import many, tables
@@ -213,28 +211,6 @@ def test_what_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch):
     assert rows["SFTTrainer"]["left_out"] == "no package trl"
     assert "failed" not in rows["stages with rings"]
     assert rows["stages with rings"]["verified"] == "PASS"
-
-
-@pytest.mark.parametrize(("gpus", "zero3", "hybrid", "trainer"), [(1, 2, 4, 1), (8, 4, 4, 4)])
-def test_ranks_are_one_a_gpu_unless_a_layout_needs_more(monkeypatch, tmp_path, gpus, zero3, hybrid, trainer):
-    asked = {}
-
-    def run(sizes, configuration, ranks, there):
-        asked[there.name] = ranks
-        return {}, []
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    monkeypatch.setattr(many, "_run", run)
-    many.many(sizes_of("cuda", tiny=True), Records(tmp_path, "many"))
-    assert (asked["zero3"], asked["hybrid"], asked["SFTTrainer"]) == (zero3, hybrid, trainer)
-
-
-def test_on_gpus_activations_go_to_the_hosts_memory(tmp_path):
-    for device, store in (("cpu", "disk"), ("cuda", "host")):
-        configuration = CONFIGURATIONS["activations on the host"]
-        (tmp_path / device).mkdir()
-        many.write_run(sizes_of(device, tiny=True), configuration, tmp_path / device)
-        assert json.loads((tmp_path / device / "run.yaml").read_text())["offload"]["store"] == store
 
 
 @pytest.mark.exhaustive

@@ -47,14 +47,6 @@ def test_every_rank_has_as_many_microbatches_of_the_default_batch():
                 assert sorted(chain(*chain(*made))) == list(range(len(lengths)))
 
 
-def test_kind_compares_each_block_with_its_neighbour() -> None:
-    kind = loader.Kind([((2.0, 0.3), (1.0, 0.1)), ((3.0, 0.2), (2.0, 0.1)), ((8.0, 0.1), (8.0, 0.1))])
-    assert kind.ratios == [2.0, 1.5, 1.0]
-    assert kind.medians == pytest.approx((3.0, 2.0, 0.1))
-    rows = list(loader.table({loader.WARM: kind, loader.COLD: kind}))
-    assert rows[-1] == "prepared, cold: 1.500 (aim 1.02: **missed**)."
-
-
 @pytest.mark.exhaustive
 def test_blocks_run_from_prepared_rows_and_from_memory(tmp_path, capfd) -> None:
     store, made = loader.prepared_store(tmp_path, 500)

@@ -73,17 +73,6 @@ def test_attention_kernels_reach_what_their_sources_say(kernel: str, reached: fl
     assert hardware.attention_efficiency * hardware.peak_flops_per_second / 1e12 == pytest.approx(reached, rel=0.002)
 
 
-def test_the_default_kernel_runs_packs_as_flash2_and_long_blocks_faster() -> None:
-    """As our engine does on Hopper without FlashAttention-3: cuDNN for long blocks alone."""
-    hardware = named_hardware("h100")
-    flash2, cudnn = (hardware.with_kernel(name) for name in ("flash2", "cudnn"))
-    assert hardware.kernel == "cudnn"
-    for (tokens, share), (same, other) in zip(cudnn.block_efficiency, flash2.block_efficiency, strict=False):
-        assert tokens == same
-        assert share * cudnn.attention_efficiency == pytest.approx(other * flash2.attention_efficiency, rel=0.01)
-    assert cudnn.block_efficiency[-1] == (32768, 1.0)
-
-
 def test_cost_from_file_takes_what_is_left_out_as_zero(tmp_path):
     path = tmp_path / "cost.json"
     path.write_text('{"linear_seconds": 2, "ring_seconds": 0.5}')

@@ -31,28 +31,17 @@ FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "")
 def memories(draw) -> StepMemory:
     kv_heads, experts = draw(st.integers(1, 8)), draw(st.sampled_from([1, 8]))
     shape = ModelShape(
-        name="drawn",
-        family=draw(st.sampled_from(FAMILIES)),
-        layers=draw(st.integers(2, 80)),
-        hidden=draw(st.integers(16, 8192)),
-        heads=kv_heads * draw(st.integers(1, 8)),
-        kv_heads=kv_heads,
-        head_dim=draw(st.integers(8, 256)),
-        intermediate=draw(st.integers(16, 30_000)),
-        vocab=draw(st.integers(256, 300_000)),
-        experts=experts,
-        experts_per_token=draw(st.integers(1, experts)),
-    )
+        name="drawn", family=draw(st.sampled_from(FAMILIES)), layers=draw(st.integers(2, 80)),
+        hidden=draw(st.integers(16, 8192)), heads=kv_heads * draw(st.integers(1, 8)), kv_heads=kv_heads,
+        head_dim=draw(st.integers(8, 256)), intermediate=draw(st.integers(16, 30_000)),
+        vocab=draw(st.integers(256, 300_000)), experts=experts, experts_per_token=draw(st.integers(1, experts)),
+    )  # fmt: skip
     return StepMemory(
-        shape=shape,
-        dtype_bytes=draw(st.sampled_from([2, 4, 8])),
-        trained=draw(st.sampled_from([None, 1000])),
-        ranks=draw(st.integers(1, 100)),
-        cut=LayerCut(stages=draw(st.integers(1, 8)), virtual=draw(st.integers(1, 3))),
-        logits_at_once=draw(st.sampled_from([None, 1 << 18, 1 << 25])),
-        fused_norms=draw(st.booleans()),
+        shape=shape, dtype_bytes=draw(st.sampled_from([2, 4, 8])), trained=draw(st.sampled_from([None, 1000])),
+        ranks=draw(st.integers(1, 100)), cut=LayerCut(stages=draw(st.integers(1, 8)), virtual=draw(st.integers(1, 3))),
+        logits_at_once=draw(st.sampled_from([None, 1 << 18, 1 << 25])), fused_norms=draw(st.booleans()),
         shard=draw(st.sampled_from(["zero1", "zero3"])),
-    )
+    )  # fmt: skip
 
 
 KINDS = st.sampled_from(RECOMPUTE_KINDS)

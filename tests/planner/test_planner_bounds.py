@@ -11,19 +11,13 @@ from hypothesis import strategies as st
 from testing.plans import make_plan
 
 from lengthwise.core.cut import local_tokens
-from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.cost.links import crosses_node
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import bound_seconds, plan_step, score
-from lengthwise.planner.portfolio import write_offload
-from lengthwise.planner.problem.bounds import has_lone_rings, shares_launches_only
-from lengthwise.planner.problem.degrees import (
-    DegreeTable,
-    cheapest_degrees,
-    fewest_degrees,
-)
+from lengthwise.planner.problem.degrees import DegreeTable, cheapest_degrees, fewest_degrees
 from lengthwise.planner.problem.topology import Topology
 from lengthwise.program import check_plan, ring_order
 from planner.partitions import partitions
@@ -115,16 +109,6 @@ def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(lengths, capacit
     cluster = Cluster(ranks=3, capacity_tokens=capacity)
     best = _least_makespan(lengths, 3, capacity, cost, lone=True)
     assert bound_seconds(lengths, cluster, cost) <= best * (1 + 1e-9)
-
-
-@pytest.mark.parametrize(("beside", "shared"), [((0, (4,)), True), ((0, (5,)), False), ((1, (6,)), False)])
-def test_plans_that_share_launches_only_stay_within_the_capacity(beside, shared):
-    """A ring of 12 over two ranks leaves 4 of 10 on each; a fifth token fits only by the rule for rounding."""
-    rank, (length,) = beside
-    pieces = (Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(rank,), sequences=(1,)))
-    plan = replace(make_plan(2, (12, length), [pieces]), capacity=10)
-    assert not has_lone_rings(plan)
-    assert shares_launches_only(plan) == shared
 
 
 def test_weaker_bound_knows_that_allowances_of_short_sequences_save_launches_of_long_ones() -> None:
@@ -262,26 +246,3 @@ def test_plan_step_keeps_narrow_rings_inside_nodes() -> None:
     rings = [p for m in plan.microbatches for p in m.pieces if 1 < p.degree <= FULL_HEADS.ranks_per_node]
     assert sum(crosses_node(ring.ranks, FULL_HEADS.ranks_per_node) for ring in rings) <= 0.1 * len(rings)
     assert plan.notes["predicted_seconds"] <= 1.01 * plan.notes["bound_seconds"]
-
-
-@given(
-    lengths=st.lists(st.integers(1, 4000), min_size=1, max_size=5),
-    degree=st.integers(1, 6),
-    capacity=st.integers(7, 900),
-    layers=st.sampled_from([3, 4, 32]),
-)
-def test_written_ratios_are_the_least_that_pass_the_check(lengths, degree, capacity, layers) -> None:
-    most = degree * capacity * layers // 2 - 2 * degree
-    lengths = [length for number, length in enumerate(lengths) if sum(lengths[: number + 1]) <= most]
-    if not lengths:
-        return
-    piece = Piece(ranks=ring_order(0, degree), sequences=tuple(range(len(lengths))))
-    plan = Plan(
-        ranks=8, layers=layers, capacity=capacity, tokens=tuple(lengths), microbatches=(Microbatch(pieces=(piece,)),)
-    )
-    written = write_offload(plan)
-    check_plan(written)
-    (microbatch,) = written.microbatches
-    if microbatch.offload > 1e-5:
-        with pytest.raises(Exception, match="tokens held"):
-            check_plan(replace(plan, microbatches=(replace(microbatch, offload=microbatch.offload - 1e-5),)))

@@ -190,14 +190,6 @@ def test_packs_hold_every_sequence_once_within_capacity(lengths, gaps, ranks, la
     assert all(sum(short.lengths[i] for i in pack.sequences) <= room for pack in packs if pack.beside is not None)
 
 
-def test_an_exchange_for_a_longer_sequence_that_takes_less_needs_room():
-    """Trees see fewer pairs than a sequence of their length."""
-    lengths, seconds = np.array([5, 5, 8, 2]), np.array([10.0, 10.0, 6.0, 6.0])
-    for room, expected in ((2, 20.0), (3, 16.0)):
-        bins = [[Bin([0, 1], room)], [Bin([2, 3], 0)]]
-        assert level_by_swaps([20.0, 12.0], bins, lengths, seconds, goal_seconds=0.0, most_swaps=1) == expected
-
-
 def test_thousands_of_sequences_a_rank_are_not_compared_all_with_all() -> None:
     """Of 2 x 5,000 all pairs once took 625 MB; evenly chosen ones level as well."""
     lengths = np.arange(10_000) % 60 + 1
@@ -301,13 +293,3 @@ def test_pack_skyline_widens_each_ring_to_what_its_place_asks_for() -> None:
     assert [ring.degree for ring in line.rings] == [6, 6, 6, 2]
     assert line.gaps.longest_first(0.0) == []
     assert sorted(line.free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6
-
-
-def test_pack_skyline_stays_inside_a_node_where_its_neighbour_lies_across_its_border() -> None:
-    """After a ring of 3, ranks 3 to 7 are free together: beside it one of 2 would cross a border (nodes of 4)."""
-    cost = replace(all_terms_cost(named_shape("llama-7b"), named_hardware("h100")), ranks_per_node=4)
-    rings = _moldable(cost, (90_000, 3, 3), (20_000, 2, 2))
-    assert [ring.first for ring in pack_skyline(rings, Topology(LINEAR, 8), cost).rings] == [0, 3]
-    line = pack_skyline(rings, Topology(cost, 8), cost)
-    assert [ring.first for ring in line.rings] == [0, 6]
-    assert line.rings[1].seconds == cost.piece_seconds([20_000], 2) + cost.fixed_seconds

@@ -14,7 +14,7 @@ import pytest
 from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import Cost
 from lengthwise.planner import PLANNERS, PlanOptions, PlanRequest, plan_step, planner_names, register_planner, registry
 
 COST = Cost(linear_seconds=1.0)
@@ -97,13 +97,6 @@ def test_what_a_planner_gets_wrong_names_it(planned, said):
     with pytest.raises(LengthwiseError, match=said) as caught:
         _plan("wrong")
     assert caught.value.exit_status == 2
-
-
-def test_a_planner_may_split_heads() -> None:
-    microbatch = Microbatch(pieces=(Piece(ranks=(0, 1), sequences=(0, 1, 2), heads=2),))
-    register_planner("heads", lambda request: [microbatch])
-    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
-    assert plan_step([5, 6, 7], CLUSTER, cost, PlanOptions(planner="heads")).requires == ("heads",)
 
 
 def test_an_exception_of_a_planner_names_it() -> None:

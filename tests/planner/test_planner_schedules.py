@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -22,7 +20,7 @@ from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
 from lengthwise.planner.problem.bounds import least_makespan
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.schedules.pipeline import pipeline_schedule
-from lengthwise.planner.schedules.shelves import Shelving, plan_shelves, write_shelves
+from lengthwise.planner.schedules.shelves import plan_shelves, write_shelves
 from lengthwise.planner.search import plan_lengthwise
 from lengthwise.program import check_plan, ring_order
 from lengthwise.simulator import simulate_plan
@@ -62,11 +60,7 @@ def planned_twice(tokens, ranks, cost, **options):
 
 
 @costly
-@given(
-    ranks=st.sampled_from((1, 2, 3, 5, 7, 12)),
-    tokens=LENGTHS,
-    cost=st.sampled_from(COSTS),
-)
+@given(ranks=st.sampled_from((1, 2, 3, 5, 7, 12)), tokens=LENGTHS, cost=st.sampled_from(COSTS))
 def test_waves_plan_any_lengths_on_any_ranks(ranks: int, tokens: list[int], cost: Cost) -> None:
     plan = planned_twice(tokens, ranks, cost, mode="waves", layers=2)
     assert plan.schedule == {"kind": "waves"}
@@ -82,15 +76,6 @@ def test_waves_are_level_on_published_lengths(recipe: str) -> None:
     plan = plan_step(tokens, cluster, COMPUTE, PlanOptions(mode="waves"))
     check_plan(plan)
     assert plan.notes["predicted_seconds"] <= 1.01 * bound_seconds(tokens, cluster, COMPUTE)
-
-
-def test_waves_of_even_shares_end_near_the_bound_where_they_are_few() -> None:
-    """32K tokens a rank of 16K: two waves can hold no more, three even ones are best."""
-    tokens = draw_lengths("prolong", 32_768 * 64, 0, longest_tokens=40_000)
-    plan = plan_step(tokens, Cluster(ranks=64, capacity_tokens=16384), TERMS, PlanOptions(mode="waves"))
-    check_plan(plan)
-    assert len(plan.microbatches) == 3
-    assert plan.notes["predicted_seconds"] <= 1.04 * plan.notes["bound_seconds"]
 
 
 def test_waves_cut_a_short_sequence_that_all_others_would_wait_for_and_are_few_where_launches_cost() -> None:
@@ -193,22 +178,6 @@ def _plans(request: PlanRequest) -> list[Plan]:
     schedule = pipeline_schedule(request.cut)
     found = [write_shelves(request, each) for each in plan_shelves(request)]
     return [replace(request.draft(each), layers=64, schedule=schedule, requires=("pipeline",)) for each in found]
-
-
-def test_rings_of_like_length_follow_on_the_same_ranks() -> None:
-    """Four rings of 4 on 8 ranks of 2 stages: two shelves of two, each filled once: (1 + 2) of 100 seconds."""
-    cost = Cost(linear_seconds=1.0)
-    request = PlanRequest(
-        tokens=(400,) * 4, cluster=Cluster(ranks=8, capacity_tokens=100), cost=cost, stages=2, virtual=1
-    )
-    degrees = request.growth(request.lengths, request.least_degrees).grown(request.bound_seconds)
-    shelves = Shelving(request, degrees, counts_filling=True).found(inf)[-1]
-    assert Counter(first for _, first, _, _ in shelves.rings) == {0: 2, 4: 2}
-    schedule = pipeline_schedule(LayerCut(stages=2))
-    plan = replace(request.draft(write_shelves(request, shelves)), schedule=schedule, requires=("pipeline",))
-    assert score(plan, cost).makespan_seconds == pytest.approx(300)
-    best = min(score(plan, cost).makespan_seconds for plan in _plans(request))
-    assert best == pytest.approx(250)  # rings of 8, one after the other: (1 + 4) of 50 seconds
 
 
 @pytest.mark.parametrize(("recipe", "longest", "gain"), [("github", 262_144, 1.092), ("byted", 524_288, 1.06)])

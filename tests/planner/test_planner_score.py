@@ -149,18 +149,6 @@ def test_score_of_a_pipeline_runs_its_stages():
     assert score(equal, staged).makespan_seconds == pytest.approx(alone * (4 + 3)), "stages of the costs fill, too"
 
 
-def test_score_of_a_pipeline_depends_on_the_order_of_unequal_microbatches():
-    """Of 60, 40 and 20 seconds in two stages, falling or rising, F and B are 1 and 2 of 3 parts."""
-    ends = {
-        tokens: score(piped(make_plan(1, tokens, [ring([0], i) for i in range(3)]), 2), COST).makespan_seconds
-        for tokens in ((50, 30, 10), (10, 30, 50), (30, 10, 50))
-    }
-    # stage 1: F and B of 60 from 20 to 80; stage 0: B of 60 until 120, F of 20, B of 40 until 153.3, B of 20
-    assert ends[50, 30, 10] == pytest.approx(20 + 60 + 40 + 20 / 3 + 80 / 3 + 40 / 3)
-    assert ends[10, 30, 50] == pytest.approx(20 / 3 + 20 + 40 + 60 + 40)
-    assert ends[30, 10, 50] > 166
-
-
 def test_score_prices_where_a_ring_is():
     cost = all_terms_cost(replace(named_shape("llama-7b"), kv_heads=32), named_hardware("h100"))
     inside, across = (make_plan(16, (20_000,), [ring(ring_order(first, 4), 0)], layers=32) for first in (4, 6))

@@ -3,7 +3,6 @@
 import random
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
-from lengthwise.planner.problem.topology import levelled
 from lengthwise.program import check_plan, ring_order
 
 COST = plain_cost(quadratic_seconds=1.0, linear_seconds=500.0, fixed_seconds=20000.0, ring_seconds=90.0)
@@ -81,20 +79,6 @@ def test_score_lets_shares_level_a_ring_of_unequal_ranks() -> None:
         for piece in (Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(0, 1), sequences=(0,), shares=(2.0, 1.0)))
     )
     assert shared == pytest.approx(plain * 0.5 / 0.75, rel=1e-3)
-
-
-@given(speeds=st.lists(st.floats(0.1, 3.0), min_size=1, max_size=9), room=st.floats(0.3, 3.0))
-def test_levelled_parts_end_as_early_as_any_that_fit(speeds: list[float], room: float) -> None:
-    most = room / len(speeds)
-    parts, ends = levelled(np.array([speeds]), most)
-    assert parts.sum() == pytest.approx(1)
-    assert ends[0] == pytest.approx(max(parts[0] / speeds))
-    if room <= 1:
-        assert parts[0].tolist() == [1 / len(speeds)] * len(speeds)
-        return
-    assert parts.max() <= most * (1 + 1e-9)
-    could = sum(min(most, speed * ends[0] * (1 - 1e-6)) for speed in speeds)
-    assert could < 1  # sooner, even with every rank busy until then or full, something is left over
 
 
 def test_plan_step_levels_ranks_of_unequal_speed() -> None:

@@ -1,18 +1,15 @@
 """Numbers, histograms and tables as a person reads them; expected values by hand."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from testing.plans import make_plan
 
-from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+from lengthwise.core.plan import Piece
 from lengthwise.report.figures import count, percent, seconds, unitless
 from lengthwise.report.histogram import length_histogram, summarize_lengths
-from lengthwise.report.plans import degree_table, degrees, plan_table
+from lengthwise.report.plans import degree_table, degrees
 from lengthwise.report.tables import ColumnTable, column_groups
 
 
@@ -91,38 +88,11 @@ def test_degree_table_by_hand():
     ]
 
 
-def test_plan_table_tells_what_was_chosen():
-    halves = Piece(ranks=(0, 2, 1, 3), sequences=(0,), heads=2)
-    microbatches = (Microbatch(pieces=(halves,), recompute="layer"),)
-    microbatches += (Microbatch(pieces=(Piece(ranks=(0,), sequences=(1,)),), offload=0.5, recompute="layer"),)
-    plan = Plan(ranks=4, layers=4, capacity=1000, tokens=(900, 100), microbatches=microbatches)
-    plan = replace(plan, requires=("heads",), notes={"bound_seconds": 1.0})
-    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
-    asked = ("recompute", "offload", "heads")
-    rows = [cells(row) for row in shown(plan_table({"ours": plan}, cost, title="a title", chosen=asked))]
-    assert rows[-3:] == [["recompute", "layer"], ["tokens offloaded", "10.0 %"], ["tokens in split heads", "90.0 %"]]
-    unasked = [cells(row) for row in shown(plan_table({"ours": plan}, cost, title="a title", chosen=("heads",)))]
-    assert [row[0] for row in unasked[-2:]] == ["microbatches", "tokens in split heads"]
-
-
-ROWS = [("planner", "static", "single-degree", "lengthwise"), ("step time", "3.19 s", "2.90 s", "2.90 s")]
-
-
 def lines(table: ColumnTable, width: int) -> list[str]:
     console = Console(width=width, color_system=None, soft_wrap=True)
     with console.capture() as captured:
         console.print(table)
     return [line.rstrip() for line in captured.get().splitlines()]
-
-
-def test_table_that_does_not_repeats_its_first_column() -> None:
-    assert lines(ColumnTable(rows=ROWS), 40) == [
-        "planner    static  single-degree",
-        "step time  3.19 s         2.90 s",
-        "",
-        "planner    lengthwise",
-        "step time      2.90 s",
-    ]
 
 
 CELLS = st.text(alphabet="abc 長[]", min_size=1, max_size=12).map(str.strip).filter(bool)

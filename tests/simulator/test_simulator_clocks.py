@@ -132,12 +132,6 @@ def test_stages_of_waves_go_through_them_together() -> None:
     assert timeline.work_end_seconds.max() == pytest.approx(score(waves, cost).makespan_seconds, rel=0.05)
 
 
-def test_costs_of_five_coefficients_simulate_what_they_can_price() -> None:
-    cost = analytic_cost(named_shape("llama-7b"), named_hardware("h100"))
-    plan = plan_step([20000, 512, 700, 8000], Cluster(ranks=4, capacity_tokens=8192), cost, PlanOptions(layers=32))
-    assert simulate_plan(plan, cost).step_seconds == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
-
-
 SIMPLE = analytic_cost(SHAPE, HARDWARE)
 
 

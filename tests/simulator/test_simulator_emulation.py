@@ -2,18 +2,16 @@
 
 import os
 import shutil
-import socket
 import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from testing import RecordingTransport, run_ranks
+from testing import RecordingTransport
 from testing.pipelines import as_pipeline
 from testing.strict import StrictWorld
 
@@ -21,16 +19,7 @@ import emulated
 import namespaces
 import pipeline
 from emulated import EmulatedRank, Layer, Phase
-from lengthwise.attention import (
-    FlashCpuKernel,
-    Opened,
-    PlannedAttention,
-    convolve_spans,
-    planned_attention,
-    scan_spans,
-)
-from lengthwise.attention.halos import Halo
-from lengthwise.attention.mixing import LocalSpans
+from lengthwise.attention import FlashCpuKernel, PlannedAttention, planned_attention
 from lengthwise.comm import Mesh
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -232,71 +221,10 @@ def test_real_messages_are_as_large_as_those_of_the_engine() -> None:
         assert sent > 0
 
 
-class _AnyScan:
-    """A scan whose maps depend on its tokens somehow, so that gradients of states go backward."""
-
-    is_matrix = True
-
-    def run(self, tokens: Any, lengths: Any, **_: Any) -> tuple[torch.Tensor, None]:
-        return tokens["x"], None
-
-    def open(self, tokens: Any, lengths: Any) -> Opened:
-        x = tokens["x"]
-        sums = torch.stack([part.sum() for part in x.split(lengths, 1)])[:, None, None, None]
-        return Opened(out=x, reader=x, a=sums * torch.ones(2, 3, 3), b=sums * torch.ones(2, 3, 4))
-
-    def read(self, reader: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        return reader * state.sum()
-
-
-def test_a_layer_with_states_makes_the_calls_of_the_engine() -> None:
-    """With whom each call is, forward and backward, the rows of halos, and bytes; states are counted as maps."""
-    mixes = {"attention_layers": 1, "state_layers": 3, "map_values": 2 * (3 * 3 + 3 * 4), "scan_flops": 100}
-    cost = all_terms_cost(replace(SMALL, **mixes), named_hardware("h100"))
-    pieces = Piece(ranks=(0, 2, 1), sequences=(0, 1)), Piece(ranks=(1, 2, 3), sequences=(2,))
-    plan = Plan(ranks=4, layers=4, capacity=99, tokens=(40, 9, 30), microbatches=(Microbatch(pieces=pieces),))
-
-    def work(transport: Any) -> None:
-        recording, (program,) = RecordingTransport(transport), lower_plan(plan, transport.rank)
-        num_rows = sum(segment.num_tokens for segment in program.segments(transport.rank))
-        owner: Any = SimpleNamespace(recomputation=None)
-        spans = LocalSpans(program, recording, num_rows, owner)
-        x = torch.ones(num_rows, 1, requires_grad=True)
-        rows = convolve_spans(spans, x, Halo(spans, emulated.WIDTH), lambda rows: rows.clone())
-        scan_spans(spans, {"x": rows[None]}, _AnyScan()).sum().backward()
-        rank = EmulatedRank(transport, cost, 1.0)
-        layers = [rank._layer_with_state(program, each) for each in cost.passes("none")]
-        phases = [each.transfers for layer in layers for each in layer if each.transfers]
-        for transfers, call in zip(phases, recording.calls, strict=True):
-            sends = [t for t in transfers if t.source == transport.rank]
-            assert [t.source for t in transfers if t.target == transport.rank] == [peer for peer, *_ in call.receives]
-            for t, (peer, shape, _) in zip(sends, call.sends, strict=True):
-                assert t.target == peer
-                if t.content == "halo":
-                    assert t.tokens == shape[0]
-                else:
-                    share = 1.0 if t.content == "map" else 12 / 21
-                    assert share * emulated.transfer_bytes(t, cost) == pytest.approx(4 * prod(shape))
-
-    StrictWorld(plan.ranks).run(work)
-
-
 def test_namespaces_without_root_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="root"), namespaces.shaped_nodes(2, 1e7):
         pass
-
-
-@needs_root
-def test_ranks_meet_across_namespaces_that_are_removed() -> None:
-    def work(transport) -> list[str]:
-        return [name for _, name in socket.if_nameindex()]
-
-    with namespaces.shaped_nodes(2, 1e7) as nodes:
-        assert _own_namespaces() == 2
-        interfaces = run_ranks(work, 3, before_joining=lambda rank: nodes.enter(rank // 2))
-    assert interfaces == [["lo", "eth0"]] * 3
-    assert _own_namespaces() == 0
 
 
 @needs_root

@@ -61,19 +61,6 @@ def test_a_pipeline_keeps_no_more_microbatches_than_it_has(sequences: int, kept:
     assert step.memory_bytes == memory.state_bytes() + memory.microbatch_bytes(8192, kept=kept)
 
 
-def test_study_compares_on_the_same_batches() -> None:
-    rng = np.random.default_rng(0)
-    batches = [[*rng.integers(10, 4000, 60).tolist(), 120_000 - seed] for seed in range(3)]
-    static, ours = (run_batches(planner, batches, SETTING) for planner in ("static", "lengthwise"))
-    assert len(static.steps) == len(ours.steps) == 3
-    assert [step.flops for step in static.steps] == [step.flops for step in ours.steps]
-    assert ours.mean_seconds < static.mean_seconds
-    assert 1 > ours.ideal_ratio > static.ideal_ratio
-    assert ours.percentile_seconds(50) == sorted(ours.step_seconds)[1]
-    assert ours.percentile_seconds(100) == max(ours.step_seconds)
-    assert ours.mean("idle_ratio") == pytest.approx(np.mean([step.idle_ratio for step in ours.steps]))
-
-
 def test_prompts_computed_once_take_the_work_of_their_own_tokens() -> None:
     """On one rank, by hand: 2 prompts of 1,000 tokens before 4 completions of 500; figures are of all sequences."""
     cost, lengths = Cost(linear_seconds=1e-3, quadratic_seconds=1e-6), [1500] * 8

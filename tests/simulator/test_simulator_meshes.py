@@ -9,12 +9,7 @@ from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
-from lengthwise.simulator import (
-    RankMesh,
-    Scenario,
-    best_mesh,
-    refuse_unheld,
-)
+from lengthwise.simulator import RankMesh, Scenario, best_mesh, refuse_unheld
 from lengthwise.simulator.found import TooLarge, run_batches
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -43,22 +38,6 @@ def test_offload_is_tried_where_only_it_holds_the_sequences() -> None:
     assert best_mesh("lengthwise", batches, replace(scenario, base=NO_OFFLOAD)).found is None
     found = best_mesh("lengthwise", batches, scenario).found
     assert found.steps[0].most_offload > 0
-
-
-def test_a_mesh_on_which_a_lighter_batch_does_not_fit_gives_way_to_the_next(monkeypatch) -> None:
-    def run_few(planner, batches, setting, **more):
-        if len(batches) > 1 and setting.mesh.capacity_share >= least:
-            raise TooLarge("memory of a device", expected="less", got="more", remedy="Use less.")
-        return run_batches(planner, batches, setting, **more)
-
-    monkeypatch.setattr("lengthwise.simulator.mesh_search.run_batches", run_few)
-    scenario, batches = replace(SCENARIO, kinds=("layer",)), [[3000] * 32, [2000] * 32]
-    least = 1
-    assert best_mesh("lengthwise", batches, scenario).found.mesh.capacity_share < 1
-    least = 0
-    nowhere = best_mesh("lengthwise", batches, scenario)
-    assert nowhere.found is None
-    assert "memory of a device" in str(nowhere.refusal)
 
 
 def test_a_smaller_capacity_is_found_where_it_ends_sooner() -> None:
