@@ -10,7 +10,6 @@ import pytest
 from cost.measured_samples import SHAPE, measurements_of, samples_of
 from cost.test_cost_fit import machine
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
-from lengthwise.core.measurements import Term
 from lengthwise.cost import all_terms_cost, hardware_of_gpu, named_hardware, named_shape
 from lengthwise.cost.analytic import layer_seconds
 from lengthwise.cost.described import hardware_from_measurements, hardware_to_json
@@ -143,19 +142,6 @@ def test_what_was_not_measured_is_of_the_named_hardware_and_said():
     assert (made.device_bytes, made.host_bytes, made.ranks_per_node) == (141e9, 2e12, 4)
     assert made.node_uplink_bytes_per_second == 4 * base.node_uplink_bytes_per_second
     assert "taken from cpu" in made.source
-
-
-def test_rates_above_the_named_peak_raise_it():
-    terms = dict(FOUND.fit.terms)
-    terms["linear_seconds"] = replace(terms["linear_seconds"], value=1e-9)
-    terms["quadratic_seconds"] = Term(value=0.0, relative_error=None)
-    made = hardware_from_measurements(replace(FOUND, fit=replace(FOUND.fit, terms=terms)))
-    base = named_hardware("cpu")
-    assert made.linear_efficiency == 1.0
-    assert made.peak_flops_per_second == pytest.approx(6.0 * SHAPE.linear_params / 1e-9)
-    assert made.attention_efficiency * made.peak_flops_per_second == pytest.approx(
-        base.attention_efficiency * base.peak_flops_per_second
-    )
 
 
 def test_a_description_can_be_read_again_and_is_none_of_adapters():
