@@ -103,6 +103,7 @@ def test_bounds_are_below_every_plan_on_two_ranks(lengths, capacity, cost):
     assert shared <= lone * (1 + 1e-9)
 
 
+@costly
 @given(lengths=FEW, capacity=st.integers(10, 30), cost=SIMPLE_COSTS)
 @example(lengths=[10, 22], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
 def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(lengths, capacity, cost):

@@ -16,7 +16,7 @@ from lengthwise.planner.portfolio import split_heads
 from lengthwise.planner.problem.effort import FAR
 from lengthwise.program import check_plan, ring_order
 from lengthwise.program.ring_order import interval_microbatch
-from properties import costly
+from properties import costliest, costly
 
 LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(LLAMA_7B, H100)
@@ -71,7 +71,7 @@ def test_no_planner_ends_sooner(ranks, capacity, shares, stages, virtual, cost) 
     assert seconds_of(ours) <= through * FAR
 
 
-@costly
+@costliest
 @example(5, [0.9, 0.5, 0.4, 0.1], 1, "free", "auto", "auto", "none")
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7]),

@@ -81,7 +81,7 @@ def test_plan_step_is_the_same_in_another_process(capsys) -> None:
         "plans += [plan_step([90000, 9000, 700], cluster, links, chosen)];"
         "print(*[plan.digest() for plan in plans])"
     )
-    exec(script)
+    exec(script, {})
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
     assert done.stdout == capsys.readouterr().out

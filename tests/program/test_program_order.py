@@ -53,7 +53,10 @@ def test_order_b_only_comm_talks_to_torch_distributed_and_in_grouped_calls_alone
         r"torch\.distributed(?!\.elastic)|from torch import .*\bdistributed\b|\bnew_group\b|\binit_process_group\b"
     )
     for path in SOURCE.rglob("*.py"):
-        name, code = path.relative_to(SOURCE).as_posix(), code_of(path)
+        name, text = path.relative_to(SOURCE).as_posix(), path.read_text()
+        if not (spoken.search(text) or single.search(text) or ".batch_isend_irecv(" in text):
+            continue
+        code = code_of(text)
         assert name.startswith("comm/") or not spoken.search(code), name
         for line in code.splitlines():
             assert not single.search(line) or re.search("pipe|conn", line), f"{name}: {line}"
@@ -62,9 +65,9 @@ def test_order_b_only_comm_talks_to_torch_distributed_and_in_grouped_calls_alone
     assert grouped[0].startswith("comm/")
 
 
-def code_of(path):
+def code_of(text):
     """Return a module's code without comments and texts."""
-    tree = ast.parse(path.read_text())
+    tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node.value = ""
