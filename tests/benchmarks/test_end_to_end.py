@@ -10,6 +10,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import check_plan
 from lengthwise.simulator import simulate_plan
+from properties import costliest
 from rivals import ONE_BY_ONE, PACKED, WAYS, TimedStep, choose_ways
 
 BATCHES = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=2)
@@ -25,6 +26,7 @@ def step(way: str, repeat: int, seconds: float, loss: float = 1.0, batch: int = 
     return TimedStep(work_seconds=seconds / 2, waited=(1.0, 0.0), **values)
 
 
+@costliest
 @given(batches=BATCHES, ranks=st.integers(1, 5))
 def test_ways_are_plans_of_all_sequences_within_the_capacity(batches: list[list[int]], ranks: int) -> None:
     longest = max(map(max, batches))
@@ -42,15 +44,6 @@ def test_ways_are_plans_of_all_sequences_within_the_capacity(batches: list[list[
             assert plan.capacity <= cluster.capacity_tokens
         simulated = sum(simulate_plan(plan, tiny_cost()).step_seconds for plan in way.steps)
         assert way.simulated_seconds == pytest.approx(simulated)
-
-
-def test_each_way_has_the_best_of_its_options() -> None:
-    batches = [[16_000, 900, 800, 700, 600, 500, 400, 300]]
-    large, small = (Cluster(ranks=4, capacity_tokens=tokens) for tokens in (16_000, 4096))
-    ways = {way.name: way for way in choose_ways(WAYS, batches, large, tiny_cost(), 4)}
-    assert tuple(ways) == WAYS[1:]
-    assert ways["static"].options.startswith("degree 4")  # rather than a mesh that is sized for the longest
-    assert tuple(way.name for way in choose_ways(WAYS[:-1], batches, small, tiny_cost(), 4)) == WAYS[2:-1]
 
 
 def test_ratios_are_of_all_batches_of_a_repeat_and_leave_out_the_first_round() -> None:

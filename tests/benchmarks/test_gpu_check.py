@@ -1,6 +1,5 @@
 """The checks of a GPU machine without one: tables run tiny, what fails or hangs stops no other, a page is made."""
 
-import contextlib
 import os
 import re
 import sys
@@ -17,7 +16,6 @@ from gpu.many import CONFIGURATIONS
 from gpu.rows import TITLES, Records, page_of, read_rows
 from gpu.setting import sizes_of
 from lengthwise.attention import ReferenceKernel
-from lengthwise.cli import main
 from lengthwise.comm.devices import Gpus
 
 pytest_plugins = "pytester"
@@ -162,23 +160,6 @@ def test_a_wrong_kernel_fails_the_parity_part(tmp_path, monkeypatch):
 
 
 TINY = sizes_of("cpu", tiny=True)
-
-
-def in_this_process(command, log, _limit):
-    """Run a command of `lengthwise` here, which imports nothing anew."""
-    with log.open("w") as out, contextlib.redirect_stdout(out), pytest.raises(SystemExit) as ended:
-        main(command[3:])
-    return f"status {ended.value.code}" if ended.value.code else "ok"
-
-
-def test_a_configuration_is_verified_and_trains(tmp_path, monkeypatch):
-    monkeypatch.setattr(many, "run_limited", in_this_process)
-    many.many(TINY, Records(tmp_path, "many"), ["optimizer on the host"])
-    (row,) = read_rows(tmp_path)
-    assert row["verified"] == "PASS"
-    assert row["exercised"].startswith("rings of 2 ranks")
-    assert row["transfers"] == "gloo; because the run computes on the CPU"
-    assert 0 < row["last_loss"] < row["first_loss"]
 
 
 def test_what_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Choice, Link
 from lengthwise.cost.ending import Ending
 from lengthwise.cost.fit import fit_samples, with_terms
+from lengthwise.cost.hardware import named_hardware
 from lengthwise.cost.measured import measured_cost
 from properties import costly
 
@@ -74,6 +75,15 @@ def test_fit_of_noisy_samples_predicts_within_the_noise_and_says_how_sure_it_is(
         term = fit.terms[name]
         assert term.relative_error is not None
         assert abs(term.value / true_value - 1) < 0.02 + 10 * noise
+
+
+@given(shares=st.lists(st.floats(0.01, 3.0), min_size=1, max_size=8))
+def test_the_block_curve_is_one_that_hardware_takes(shares):
+    local = [each for each in samples_of(machine()) if each.kind == "local"]
+    blocks = [sample("block", (2.0**k) ** 2 * share, (2**k,)) for k, share in enumerate(shares)]
+    curve = fit_samples([*local, *blocks], base()).block_efficiency
+    replace(named_hardware("cpu"), block_efficiency=curve)
+    assert [tokens for tokens, _ in curve] == [2.0**k for k in range(len(shares))]
 
 
 def test_the_block_curve_is_the_one_that_slowed_the_blocks():

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
+from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines import bytescale
 from lengthwise.planner.baselines.power_of_two import next_sub_batch, power_of_two_degrees
@@ -126,6 +127,14 @@ def test_bytescale_empties_a_bucket_or_takes_turns() -> None:
     for strategy, order in (("dp-balance", [0, 1, 2, 3, 4]), ("pp-balance", [0, 2, 1, 3, 4])):
         _, microbatches = bytescale.assign([work[:2], work[2:]], 5, 0.0, strategy)
         assert [microbatch.pieces[0].sequences[0] for microbatch in microbatches] == order
+
+
+def test_bytescale_keeps_the_strategy_that_ends_first(monkeypatch) -> None:
+    tokens, took, both = draw_lengths("github", 2**21, 0, longest_tokens=100_000), {}, ("dp-balance", "pp-balance")
+    for tried in (both[:1], both[1:], both, both[::-1]):
+        monkeypatch.setattr(bytescale, "STRATEGIES", tried)
+        took[tried] = planned("bytescale", tokens, 24, 8192, ALL_TERMS)[0].notes["predicted_seconds"]
+    assert took[both] == took[both[::-1]] == min(took.values()) < max(took.values())
 
 
 def test_bytescale_naive_deals_long_ones_in_order_and_fills_rounds_with_packs() -> None:

@@ -16,7 +16,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
-from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
+from lengthwise.planner import PlanOptions, bound_seconds, plan_step, portfolio, score
 from lengthwise.planner.placement.annealing import MOST_WORK, Annealing, anneal
 from lengthwise.planner.placement.level_ends import (
     NO_ROOMS,
@@ -140,6 +140,13 @@ def test_tries_are_counted_from_the_bound(share: float, monkeypatch) -> None:
     plan = plan_step(TOKENS, FEW, TINY, _options(share))
     starts = 13 * (len(TOKENS) + 1)  # of six runs, and of the plan before them: not tries
     assert placed <= 2 * share * plan.notes["bound_seconds"] / CHANGE_SECONDS + 2 * starts
+
+
+def test_other_planners_are_not_asked_for_a_step_that_is_shorter_than_they(monkeypatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(portfolio, "_OTHERS", (lambda request: asked.append("baseline"),))
+    plan_step(TOKENS, FEW, TINY, _options(0.1))
+    assert asked == []
 
 
 def _short(lengths: list[int]) -> ShortSequences:

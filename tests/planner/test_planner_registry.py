@@ -69,10 +69,13 @@ def test_a_registered_planner_plans_and_is_scored() -> None:
     assert (notes["planner"], notes["predicted_seconds"], notes["bound_seconds"]) == ("alone", 18.0, 9.0)
 
 
-@pytest.mark.parametrize("name", ["", "static"])
-def test_names_of_ours_are_not_taken(name: str) -> None:
-    with pytest.raises(ConfigError, match="a name of its own"):
-        register_planner(name, _alone)
+@pytest.mark.parametrize(
+    ("name", "planner", "said"),
+    [("", _alone, "a name of its own"), ("static", _alone, "a name of its own"), ("five", 5, "expected a function")],
+)
+def test_names_of_ours_are_not_taken_and_planners_are_functions(name, planner, said) -> None:
+    with pytest.raises(ConfigError, match=said):
+        register_planner(name, planner)
 
 
 def _piece(ranks, sequences, **more):
@@ -89,22 +92,15 @@ def _piece(ranks, sequences, **more):
         (_piece((np.int64(0),), (0,)), "planner wrong.*plain numbers"),
         (Microbatch(pieces=None), "planner wrong.*TypeError"),
         (1, "planner wrong: .*got a int in it"),
+        (lambda request: 1 // 0, "planner wrong: expected a list of microbatches; got ZeroDivisionError"),
     ],
     ids=str,
 )
 def test_what_a_planner_gets_wrong_names_it(planned, said):
-    register_planner("wrong", lambda request: [planned])
+    register_planner("wrong", planned if callable(planned) else lambda request: [planned])
     with pytest.raises(LengthwiseError, match=said) as caught:
         _plan("wrong")
     assert caught.value.exit_status == 2
-
-
-def test_an_exception_of_a_planner_names_it() -> None:
-    register_planner("divides", lambda request: 1 // 0)
-    with pytest.raises(PlanError, match="planner divides: expected a list of microbatches; got ZeroDivisionError"):
-        _plan("divides")
-    with pytest.raises(ConfigError, match="planner five: expected a function from a PlanRequest to microbatches; got"):
-        register_planner("five", 5)
 
 
 @pytest.mark.usefixtures("installed")

@@ -110,12 +110,9 @@ def test_score_starts_a_ring_when_its_last_rank_is_free_and_counts_idle_ranks():
     assert score(make_plan(4, (5,), [ring([0], 0)]), COST).idle_ratio == 0.75
 
 
-def test_score_keeps_a_rank_busy_for_the_sum_of_its_pieces_and_one_launch():
+def test_score_counts_one_launch_beside_all_pieces_and_waves_wait_for_every_rank():
     plan = make_plan(2, (40, 7), [[ring([0, 1], 0), ring([1], 1)]])
     assert score(plan, COST).busy_seconds == (30, 37)
-
-
-def test_score_of_waves_waits_for_every_rank():
     waves = replace(make_plan(3, (5, 50), [ring([0], 0), ring([1], 1)]), schedule={"kind": "waves"})
     assert score(waves, COST).makespan_seconds == 15 + 60
 

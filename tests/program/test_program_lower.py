@@ -92,23 +92,6 @@ def test_windowed_blocks_can_be_said_with_windows_that_count_from_the_last_key(c
                     assert keys - queries - task.distance + task.window - 1 >= 0, "the last query sees the last key"
 
 
-def test_ring_moves_the_same_tokens_as_the_rounds_of_the_formula():
-    plan = make_plan(3, [30], [Piece(ranks=(0, 1, 2), sequences=(0,))])
-    program = lower_microbatch(plan, 0)
-    assert [sum(t.tokens for t in each.transfers) for each in program.forward_rounds] == [30, 30]
-    for content, tokens in (("kv", [30, 30, 0, 0]), ("dkv", [0, 0, 30, 30])):
-        moved = [sum(t.tokens for t in each.transfers if t.content == content) for each in program.backward_rounds]
-        assert moved == tokens, "what a position's own queries add to its keys' gradients never travels"
-
-
-def test_rank_without_work_lowers_to_nothing():
-    """Section 7: ranks with no work hanging the collective. Such a rank has the step's end and nothing before it."""
-    plan = make_plan(4, [9], [Piece(ranks=(0, 2), sequences=(0,))])
-    assert lower_plan(plan, 1) == ()
-    assert lower_plan(plan, 3) == ()
-    check_order(plan, layers=3)
-
-
 def test_segments_follow_the_cut_of_the_plan_file():
     """Position j holds chunks j and 2d-1-j; chunk k ends at floor(length x cumulative share)."""
     plan = make_plan(3, [13], [Piece(ranks=(2, 0, 1), sequences=(0,))])

@@ -186,17 +186,6 @@ def test_order_check_finds_calls_that_would_connect_ranks(left_out, said):
         deque(starmap(partial(matcher.post, 0), groups), maxlen=0)
 
 
-def test_order_check_finds_no_deadlock_in_overlapping_rings():
-    """Rings that overlap like tiles: each rank's second ring waits for its neighbour's first."""
-    plan = make_plan(
-        12,
-        [9] * 22,
-        [Piece(ranks=(i, i + 1), sequences=(i,)) for i in range(11)]
-        + [Piece(ranks=(i + 1, i), sequences=(21 - i,)) for i in reversed(range(11))],
-    )
-    assert check_order(plan, layers=1) == 22 * 6  # a ring of two: keys forward, keys backward, gradients back
-
-
 @given(first=st.integers(0, 500), groups=st.integers(1, 40), heads=st.sampled_from([1, 2, 4, 8, 16]))
 def test_rings_of_groups_visit_neighbours_group_by_group(first: int, groups: int, heads: int) -> None:
     ring = ring_order(first, groups * heads, heads)
