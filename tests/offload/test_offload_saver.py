@@ -1,0 +1,271 @@
+"""Which activations leave the device, in which order they come back bit by bit, and the store on a disk."""
+
+import contextlib
+import gc
+import itertools
+import os
+import resource
+import signal
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from testing import CountingStore, LiveBytes
+
+from lengthwise.core.errors import MemoryShortage
+from lengthwise.offload import ActivationSaver, DiskStore, parameter_storages
+from lengthwise.offload import disk as disk_module
+from lengthwise.offload.store import StoreRoom
+
+
+def random_bytes(size, seed=0):
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+@given(
+    rounds=st.lists(st.lists(st.integers(1, 20_000), min_size=1, max_size=8), min_size=1, max_size=4),
+    fetches=st.randoms(use_true_random=False),
+)
+def test_bytes_come_back_as_they_went_in_any_order(tmp_path_factory, rounds, fetches):
+    with contextlib.closing(DiskStore(tmp_path_factory.mktemp("disk"), where="test")) as store:
+        for sizes in rounds:
+            values = [random_bytes(size, seed) for seed, size in enumerate(sizes)]
+            stored = [store.put(each) for each in values]
+            order = list(range(len(sizes)))
+            fetches.shuffle(order)
+            for number in order[::2]:
+                stored[number].fetch()
+            for number in reversed(order):
+                assert torch.equal(stored[number].take(), values[number])
+            store.free(stored)
+
+
+def test_a_wait_for_the_disk_is_counted(tmp_path, monkeypatch):
+    write = disk_module._write
+
+    def slow(*arguments):
+        time.sleep(0.05)
+        write(*arguments)
+
+    monkeypatch.setattr(disk_module, "_write", slow)
+    store = DiskStore(tmp_path, where="test")
+    store.leaving_bytes = 100
+    for _ in range(3):
+        store.put(random_bytes(80))
+    assert store.waited_seconds > 0.04  # the third waits for the first
+    store.close()
+
+
+def test_a_killed_process_gives_the_room_back(tmp_path):
+    ready, go = os.pipe()
+    child = os.fork()
+    if child == 0:
+        torch.set_num_threads(1)
+        store = DiskStore(tmp_path, where="test")
+        store.put(random_bytes(100_000)).take()
+        os.write(go, b"x")
+        time.sleep(60)
+        os._exit(0)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_told_with_the_bytes(tmp_path):
+    store = DiskStore(tmp_path, where="rank 3")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))  # as a disk of a megabyte would
+    try:
+        kept = store.put(random_bytes(600_000))
+        with pytest.raises(MemoryShortage) as caught:
+            store.put(random_bytes(600_000, 1))
+        assert torch.equal(kept.take(), random_bytes(600_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert "rank 3, offload: expected room for 600000 bytes" in str(caught.value)
+    assert "beside 602112 of this rank" in str(caught.value)
+    assert "bytes free" in str(caught.value)
+    store.close()
+
+
+def test_a_folder_that_is_none_and_a_write_that_fails_later_are_told(tmp_path, monkeypatch):
+    (tmp_path / "a file").write_text("")
+    for folder in ("missing", "a file"):
+        with pytest.raises(MemoryShortage, match="rank 0, offload: expected room"):
+            DiskStore(tmp_path / folder, where="rank 0")
+
+    def broken(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(disk_module, "_write", broken)
+    store = DiskStore(tmp_path, where="rank 0")
+    with pytest.raises(MemoryShortage, match="Input/output error"):
+        store.put(random_bytes(5000)).take()
+    store.close()
+
+
+@given(steps=st.lists(st.tuples(st.integers(1, 10_000), st.integers(0, 5)), min_size=1, max_size=30))
+def test_places_never_overlap_and_are_used_again(steps):
+    """As microbatches of a pipeline stage, which end in another order than they began."""
+    places, taken = StoreRoom(512), []
+    for size, number in steps:
+        taken.append((places.take(size), size))
+        if number < len(taken):
+            places.give(*taken.pop(number))
+        spans = sorted((start, start + size) for start, size in taken)
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(spans))
+        assert places.end >= max((stop for _, stop in spans), default=0)
+    for each in taken:
+        places.give(*each)
+    assert places.end == 0
+
+
+LAYERS, WIDTH, ROWS = 6, 64, 50
+
+
+def make_model(layers=LAYERS):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        *(
+            torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.SiLU(),
+                                torch.nn.Linear(3 * WIDTH, WIDTH))
+            for _ in range(layers)
+        )
+    )  # fmt: skip
+
+
+def inputs(rows=ROWS):
+    return torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(model, x, saver=None):
+    model.zero_grad(set_to_none=True)
+    with contextlib.nullcontext() if saver is None else saver.saving():
+        loss = model(x).square().sum()
+    loss.backward()
+    return [loss.detach(), *(each.grad for each in model.parameters())]
+
+
+def same(got, want):
+    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def counted(model, x):
+    saver = ActivationSaver(None, stays=parameter_storages(model))
+    gradients(model, x, saver)
+    return saver.totals.saved_bytes
+
+
+def offloading(model, x, store, share, layers=LAYERS):
+    everything = counted(model, x)
+    return ActivationSaver(
+        store,
+        stays=parameter_storages(model),
+        offload_bytes=round(share * everything),
+        layer_bytes=everything // layers,
+        window_bytes=2 * everything // layers,
+    )
+
+
+@given(share=st.floats(0, 1), rows=st.integers(1, 200), layers=st.integers(1, 7))
+def test_any_share_goes_to_the_byte_and_changes_no_bit(share, rows, layers):
+    model, x, store = make_model(layers), inputs(rows), CountingStore()
+    saver = offloading(model, x, store, share, layers)
+    assert same(gradients(model, x, saver), gradients(model, x))
+    everything, all_that_goes = counted(model, x), CountingStore()
+    gradients(model, x, offloading(model, x, all_that_goes, 1.0, layers))
+    assert saver.totals.offloaded_bytes == store.put_bytes
+    asked = min(round(share * everything), all_that_goes.put_bytes)
+    assert 0 <= asked - store.put_bytes < 1024  # less than a tensor that is worth a copy is left
+    norms = layers * 2 * rows * 4  # their means and deviations; from 4 rows on all else is of 1 KB or more, and may go
+    assert rows < 4 or everything - all_that_goes.put_bytes == norms
+
+
+def test_backward_never_has_more_on_the_device_than_its_window():
+    model, x, store = make_model(), inputs(), CountingStore()
+    saver = offloading(model, x, store, 1.0)
+    everything = counted(model, x)
+    held, most, sizes = 0, 0, {}
+    put, begun = store.put, store.events
+
+    def put_and_note(values):
+        sizes[len(sizes)] = values.numel()
+        return put(values)
+
+    store.put = put_and_note
+    gradients(model, x, saver)
+    for what, number in begun:
+        if what == "fetch":
+            held += sizes[number]
+            most = max(most, held)
+        elif what == "take":
+            held -= sizes[number]
+    assert 0 < most <= 2 * everything // LAYERS
+
+
+@pytest.mark.exhaustive
+def test_memory_falls_by_what_is_away_and_is_free_after_backward(tmp_path):
+    model, x = make_model(), inputs(2000)
+    left = {}
+    for share in (0.0, 0.5, 1.0):
+        store = DiskStore(tmp_path, where="test")
+        saver = offloading(model, x, store, share)
+        with LiveBytes(x, *model.parameters()) as live:
+            with saver.saving():
+                loss = model(x).square().sum()
+            store.flush()
+            time.sleep(0.2)  # the thread that writes lets go of a tensor a moment after it is written
+            gc.collect()
+            left[share] = live.now_bytes
+            loss.backward()
+            del loss
+            gc.collect()
+            gradient_bytes = sum(each.grad.nbytes for each in model.parameters())
+            assert live.now_bytes <= gradient_bytes + 1024
+        model.zero_grad(set_to_none=True)
+        store.close()
+    everything = counted(model, x)
+    for share in (0.5, 1.0):
+        freed = share * everything - x.nbytes  # the input, saved first, is still ours
+        assert left[0.0] - left[share] == pytest.approx(freed, rel=0.02)
+
+
+def test_parameters_small_tensors_and_what_all_layers_share_stay():
+    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
+    table = torch.randn(ROWS, WIDTH)  # as rotary embeddings: every layer saves it
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x):
+            shared = table * 1.0
+            for _ in range(LAYERS):
+                x = torch.tanh(x @ self.weight) * shared
+            return x
+
+    model, x = Model(), inputs().requires_grad_()
+    store = CountingStore()
+    saver = offloading(model, x, store, 1.0)
+    assert same(gradients(model, x, saver), gradients(model, x))
+    taken_back = table.nbytes
+    assert saver.totals.offloaded_bytes == store.put_bytes - taken_back
+    takes = [number for what, number in store.events if what == "take"]
+    assert len(takes) == len(set(takes)) == sum(what == "put" for what, _ in store.events) - 1
+
+
+def test_a_graph_that_is_dropped_takes_its_entries_with_it():
+    model, x, store = make_model(), inputs(), CountingStore()
+    saver = offloading(model, x, store, 1.0)
+    with saver.saving():
+        loss = model(x).square().sum()
+    del loss
+    gc.collect()
+    assert not saver._entries
+    assert not any(what == "fetch" for what, _ in store.events)
