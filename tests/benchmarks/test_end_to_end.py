@@ -3,7 +3,6 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing.core_shares import quota
 
 from end_to_end import ratios, refuse_unequal, waiting_share
 from lengthwise.core.plan import Plan
@@ -11,6 +10,7 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import check_plan
 from lengthwise.simulator import simulate_plan
+from properties import costliest
 from rivals import ONE_BY_ONE, PACKED, WAYS, TimedStep, choose_ways
 
 BATCHES = st.lists(st.lists(st.integers(1, 900), min_size=1, max_size=6), min_size=1, max_size=2)
@@ -26,6 +26,7 @@ def step(way: str, repeat: int, seconds: float, loss: float = 1.0, batch: int = 
     return TimedStep(work_seconds=seconds / 2, waited=(1.0, 0.0), **values)
 
 
+@costliest
 @given(batches=BATCHES, ranks=st.integers(1, 5))
 def test_ways_are_plans_of_all_sequences_within_the_capacity(batches: list[list[int]], ranks: int) -> None:
     longest = max(map(max, batches))
@@ -45,15 +46,6 @@ def test_ways_are_plans_of_all_sequences_within_the_capacity(batches: list[list[
         assert way.simulated_seconds == pytest.approx(simulated)
 
 
-def test_each_way_has_the_best_of_its_options() -> None:
-    batches = [[16_000, 900, 800, 700, 600, 500, 400, 300]]
-    large, small = (Cluster(ranks=4, capacity_tokens=tokens) for tokens in (16_000, 4096))
-    ways = {way.name: way for way in choose_ways(WAYS, batches, large, tiny_cost(), 4)}
-    assert tuple(ways) == WAYS[1:]
-    assert ways["static"].options.startswith("degree 4")  # rather than a mesh that is sized for the longest
-    assert tuple(way.name for way in choose_ways(WAYS[:-1], batches, small, tiny_cost(), 4)) == WAYS[2:-1]
-
-
 def test_ratios_are_of_all_batches_of_a_repeat_and_leave_out_the_first_round() -> None:
     steps = [step("lengthwise", 0, 9.0), step(PACKED, 0, 1.0)]
     for repeat, slow in ((1, 3.0), (2, 2.0), (3, 2.5)):
@@ -70,10 +62,3 @@ def test_unequal_losses_end_the_benchmark() -> None:
     refuse_unequal(same)
     with pytest.raises(SystemExit, match="same losses"):
         refuse_unequal([*same, step("static", 1, 1.0, loss=2.0001)])
-
-
-def test_quota_of_a_core_is_its_share_and_no_less_than_the_kernel_takes() -> None:
-    for share in (1.0, 0.1):
-        computing, period = quota(share)
-        assert computing / period == pytest.approx(share, rel=1e-3)
-        assert computing >= 1000

@@ -10,16 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 import gpu_check
-from gpu import tables
+from gpu import many, tables
 from gpu.limits import MARGIN, PARTS
-from gpu.rows import TITLES, Records, read_rows
+from gpu.many import CONFIGURATIONS
+from gpu.rows import TITLES, Records, page_of, read_rows
 from gpu.setting import sizes_of
 from lengthwise.attention import ReferenceKernel
 from lengthwise.comm.devices import Gpus
 
 pytest_plugins = "pytester"
 PAGE = "# Page\n" + gpu_check.MARK + "\nold rows\n"
-TINY = ("--device", "cpu", "--tiny")
+OPTIONS = ("--device", "cpu", "--tiny")
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +44,7 @@ def test_all_tables_run_tiny_on_the_cpu_and_make_the_page(tmp_path, monkeypatch)
     folder, page = tmp_path / "found", tmp_path / "page.md"
     page.write_text(PAGE)
     names = set(gpu_check.TABLES) - {"many"}  # of many processes: test_gpu_many
-    check(monkeypatch, *names, "--here", "--out", folder, "--page", page, *TINY)
+    check(monkeypatch, *names, "--here", "--out", folder, "--page", page, *OPTIONS)
     text, found = page.read_text(), {row["table"] for row in read_rows(folder)}
     for table, title in TITLES.items():
         if table in ("part", "many"):
@@ -58,7 +59,7 @@ def test_all_tables_run_tiny_on_the_cpu_and_make_the_page(tmp_path, monkeypatch)
 def test_tables_and_files_of_tests_run_by_their_command_lines(tmp_path, monkeypatch):
     for name in ("place", "test_gpu_kernels"):
         monkeypatch.setitem(PARTS, name, replace(PARTS[name], limit_seconds=600))  # of a busy machine
-    check(monkeypatch, "place", "test_gpu_kernels", "--out", tmp_path, *TINY)
+    check(monkeypatch, "place", "test_gpu_kernels", "--out", tmp_path, *OPTIONS)
     assert "1 passed" in (tmp_path / "test_gpu_kernels.log").read_text()
     assert {row["table"] for row in read_rows(tmp_path)} == {"place", "end", "part"}
 
@@ -73,7 +74,7 @@ def test_what_fails_or_hangs_stops_no_other_part(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(PARTS, "ceilings", replace(PARTS["ceilings"], limit_seconds=0.5))
     start = time.monotonic()
     with pytest.raises(SystemExit, match="gpu_check: place, ceilings failed"):
-        check(monkeypatch, *codes, "--out", tmp_path, *TINY)
+        check(monkeypatch, *codes, "--out", tmp_path, *OPTIONS)
     assert time.monotonic() - start < 30
     ended = {row["name"]: row["ended"] for row in read_rows(tmp_path)}
     assert ended == {"place": "status 1", "ceilings": "time limit", "steps": "ok"}
@@ -101,12 +102,11 @@ def test_a_page_is_made_from_partial_results(tmp_path):
         gpu_check.write_page(folder, page)
 
 
-@pytest.mark.parametrize("here", [["--here"], []])
-def test_without_a_gpu_the_reason_comes_first_and_nothing_runs(tmp_path, monkeypatch, capsys, here):
+def test_without_a_gpu_the_reason_comes_first_and_nothing_runs(tmp_path, monkeypatch, capsys):
     why = "The NVIDIA driver on your system is too old (found version 12080)"
     monkeypatch.setattr(gpu_check, "find_gpus", lambda: Gpus(number=0, why_none=why))
     with pytest.raises(SystemExit) as ended:
-        check(monkeypatch, "place", "test_gpu_kernels", *here, "--out", tmp_path / "found")
+        check(monkeypatch, "place", "test_gpu_kernels", "--out", tmp_path / "found")
     assert ended.value.code == 2
     said = capsys.readouterr()
     assert said.err.startswith(f"gpu_check: torch starts no GPU: {why}. ")
@@ -157,3 +157,48 @@ def test_a_wrong_kernel_fails_the_parity_part(tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match=r"over the tolerance: ring$"):
         tables.parity(sizes_of("cpu", tiny=True), Records(tmp_path, "parity"))
     assert [row["passed"] for row in read_rows(tmp_path)] == [False, True]
+
+
+TINY = sizes_of("cpu", tiny=True)
+
+
+def test_what_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch):
+    """Commands that fail, hang, or give other losses than the first one's; a package that is not there."""
+    ends = {"hybrid": "time limit", "optimizer-on-the-host": "status 1"}
+
+    def run(command, log, limit):
+        there = log.parent
+        log.write_text("transfers: NCCL\nexercised: rings of 2 ranks\ntolerance: PASS\nsome error\n")
+        if "torch.distributed.run" in command:
+            assert limit == many.COMMAND_LIMIT_SECONDS
+            (there / "losses.jsonl").write_text('{"loss": 2.0}\n' * many.STEPS)
+        elif log.stem == "train":
+            (there / "out").mkdir()
+            loss = 2.5 if there.name == "activations-on-the-host" else 2.0
+            (there / "out/metrics.jsonl").write_text(f'{{"loss": {loss}}}\n' * many.STEPS)
+        return ends.get(there.name, "ok")
+
+    monkeypatch.setattr(many, "run_limited", run)
+    monkeypatch.setattr(many.importlib.util, "find_spec", lambda name: None if name == "trl" else name)
+    failing = "hybrid, optimizer on the host, activations on the host failed"
+    for _ in range(2):  # a second call goes over what the first one has left
+        with pytest.raises(SystemExit, match=f"many: {failing}; .*many has the output"):
+            many.many(TINY, Records(tmp_path, "many"))
+    rows = {row["configuration"]: row for row in read_rows(tmp_path)}
+    assert list(rows) == list(CONFIGURATIONS)
+    assert rows["hybrid"]["failed"] == "verify, time limit: some error"
+    assert rows["optimizer on the host"]["failed"] == "verify, status 1: some error"
+    assert rows["activations on the host"]["failed"] == "losses are not those of zero3"
+    assert rows["SFTTrainer"]["left_out"] == "no package trl"
+    assert "failed" not in rows["stages with rings"]
+    assert rows["stages with rings"]["verified"] == "PASS"
+
+
+@pytest.mark.exhaustive
+def test_all_configurations_run_on_the_cpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(many, "COMMAND_LIMIT_SECONDS", 300.0)
+    many.many(TINY, Records(tmp_path, "many"))
+    rows = read_rows(tmp_path)
+    assert [row["configuration"] for row in rows] == list(CONFIGURATIONS)
+    assert all(row["first_loss"] > row["last_loss"] for row in rows)
+    assert f"### {TITLES['many']}\n" in page_of(rows)

@@ -1,4 +1,4 @@
-"""The replay of plans on one device: what arrives, what is timed, and how microbatches are put together again."""
+"""Loops on one device: the replay of plans, put together as simulated, and steps as plain Hugging Face takes them."""
 
 from dataclasses import replace
 
@@ -6,11 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import make_plan
+from testing import make_plan, relative_error
 
-from gpu.loops import OurLoop
+from gpu import loops
+from gpu.loops import OurLoop, PlainLoop
 from gpu.replay import ReplayTransport, makespan_of, replayed_seconds
-from gpu.setting import PLANNERS, plan_for
+from gpu.setting import PLANNERS, packs_of, plan_for
 from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
@@ -67,33 +68,26 @@ def test_every_microbatch_of_every_rank_is_timed_and_leaves_no_gradient():
     assert not loop.parameters.grads.any()
 
 
-class ManualEvent:
-    """An event of a device whose clock is turned by hand, in milliseconds."""
-
-    now = 0.0
-
-    def __init__(self, *, enable_timing):
-        assert enable_timing, "an event without timing has no elapsed time"
-
-    def record(self):
-        self.at = ManualEvent.now
-
-    def elapsed_time(self, later):
-        return later.at - self.at
+LENGTHS = [50, 3, 20, 1, 30]
 
 
-def test_on_a_gpu_microbatches_are_timed_by_events_of_its_stream(monkeypatch):
-    waited = []
-    monkeypatch.setattr(torch.cuda, "Event", ManualEvent)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: waited.append(device))
-    gpu = torch.device("cuda", 0)
-    transport = ReplayTransport(0, 2, gpu)
-    for phase, milliseconds in (("start", 5), ("microbatch 1 of 2 forward", 20), ("microbatch 1 of 2 backward", 30)):
-        transport.phase = phase
-        ManualEvent.now += milliseconds
-    transport.phase = "microbatch 2 of 2 forward"
-    ManualEvent.now += 7
-    transport.mark()
-    assert not waited, "the host does not wait between microbatches"
-    assert transport.seconds() == pytest.approx([0.050, 0.007])
-    assert waited == [gpu]
+@pytest.mark.parametrize(("packed", "recompute"), [(False, "none"), (True, "layer")])
+def test_rivals_take_the_same_steps(packed, recompute):
+    cost = all_terms_cost(named_shape("tiny"), named_hardware("cpu"))
+    cluster = Cluster(ranks=1, capacity_tokens=64)
+    plan = plan_for(LENGTHS, cost, cluster, layers=2, recompute=recompute)
+    assert {each.recompute for each in plan.microbatches} == {recompute}
+    batch = random_batch(LENGTHS, vocab=256)
+    ours = OurLoop("tiny", CPU, torch.float32)
+    rival = PlainLoop("tiny", CPU, torch.float32, packed=packed, pack_tokens=64)
+    for _ in range(3):
+        assert rival.step(plan, batch) == pytest.approx(ours.step(plan, batch), rel=1e-5)
+    assert relative_error(rival.parameters.values, ours.parameters.values) < 1e-6
+    assert rival.model.config._attn_implementation == (loops.VARLEN if packed else "sdpa")
+
+
+@given(lengths=st.lists(st.integers(1, 90), min_size=1, max_size=40), pack_tokens=st.integers(1, 100))
+def test_packs_hold_all_and_no_more_than_asked_unless_alone(lengths, pack_tokens):
+    packs = packs_of(lengths, pack_tokens)
+    assert sorted(index for pack in packs for index in pack) == list(range(len(lengths)))
+    assert all(len(pack) == 1 or sum(lengths[index] for index in pack) <= pack_tokens for pack in packs)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lengthwise.config import DataSource, GlobalBatch, RunConfig, build_config, dump_config, load_config
+from lengthwise.config import GlobalBatch, RunConfig, build_config, dump_config, load_config
 from lengthwise.config.optimizer_config import OPTIMIZERS
 from lengthwise.config.problems import _OTHER_KEYS, sections_of
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
@@ -96,54 +96,36 @@ def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
 @pytest.mark.parametrize(
     ("override", "where", "expected"),
     [
-        ("steps=true", "steps", "true (true/false) -> a whole number"),
         ("steps='3'", "steps", "'3' (text) -> a whole number"),
         ("steps=0", "steps", "0 (a whole number) -> at least 1"),
         ("seed=9223372036854775808", "seed", "-> less than"),
-        ("optimizer.lr=abc", "optimizer.lr", "'abc' (text) -> a number"),
         ("optimizer.lr=.nan", "optimizer.lr", "-> a finite number"),
-        ("optimizer.betas=[0.9]", "optimizer.betas.1", "no default"),
         ("optimizer.betas=[0.9, 1]", "optimizer.betas.1", "less than 1"),
         ("optimizer.name=adamx", "optimizer.name", "-> `adam`, of "),
         ("optimizer.name=muon", "optimizer.name", "depends on the whole matrix"),
-        ("optimizer.name=adamw_8bit", "optimizer.name", "rounded in blocks, which slices would cut"),
-        ("optimizer.name=adamw_torch", "optimizer.name", "-> adamw"),
         ("optimizer.name=rmsprop", "optimizer.name", "A `Session` takes torch's own"),
-        ("optimizer.momentum=0.9", "optimizer.momentum", "it belongs to sgd"),
         ("optimizer.schedule=greedy", "optimizer.schedule", "follows an evaluation's loss"),
         ("optimizer.schedule=cosine_with_min_lr", "optimizer.schedule_args", "got neither"),
-        ("optimizer.schedule=warmup_stable_decay", "optimizer.schedule_args.num_decay_steps", "got none"),
         ("optimizer.schedule_args={power: 2}", "optimizer.schedule_args.power", "it belongs to polynomial"),
-        ("optimizer.schedule_args={powr: 2}", "optimizer.schedule_args.powr", "belongs to no schedule"),
         ("optimizer={schedule: polynomial, lr: 1e-8}", "optimizer.schedule_args.lr_end", "less than lr, 1e-08"),
-        ("optimizer=adamw", "optimizer", "a mapping of keys"),
         ("lora.rank=8", "lora.rank", "-> one of adapter, lora_alpha"),
         ("precision=fp16", "precision", "-> bf16: fp16 needs a loss scale"),
-        ("planner=fastest", "planner", "power-of-two or packed-dp"),
-        ("model=''", "model", "text that is not empty"),
-        ("output=", "output", "null -> a path"),
         ("output=s3://bucket/run", "output", "s3:// is not written yet"),
-        ("data=[]", "data", "at least 1 entry"),
         ("data={path: train.jsonl}", "data", "-> a list: a list of sources"),
-        ("data.0.path=''", "data.0.path", "an existing file or folder"),
         ("data.0.path=~nobody-of-this-name/x", "data.0.path", "an existing file or folder"),
-        ("data=[{python_stdlib: yes}]", "data.0.python_stdlib", "true or false"),
         ("measurements=on", "measurements", "auto, off or an existing file"),
         ("offload=0.5", "offload", "-> a mapping of keys: {store: disk"),
         ("capacity_tokens=8Q", "capacity_tokens", "'8Q' (text) -> auto or a whole number"),
-        ("heads=0", "heads", "0 (a whole number) -> auto or off or at least 1"),
         ("offload={ratio: 1.5}", "offload.ratio", "1.5 (a number) -> auto or off or at most 1"),
-        ("eval={}", "eval.data", "it has no default"),
         ("steeps=3", "steeps", "`steps`"),
+        ("learning_rate=1", "learning_rate", "`optimizer.lr`"),
+        ("gradient_accumulation_steps=1", "gradient_accumulation_steps", "the planner makes the microbatches"),
+        *((f"{key}={name}", key, "an existing folder") for key, name in (("model", "a/b/c"), ("tokenizer", "~/gone"))),
         ("optimizer.learning=1", "optimizer.learning", "-> `optimizer.lr`"),
-        ("optimizer.zzz=1", "optimizer.zzz", "-> one of betas, eps"),
-        ("data.0.pth=x", "data.0.pth", "`path`"),
         ("eval={data: [{path: train.jsonl, max_token: 4}]}", "eval.data.0.max_token", "`max_tokens`"),
         ("data.0.python_stdlib=true", "data.0", ""),
         ("data.0={max_tokens: 4}", "data.0", ""),
-        ("data.0={python_stdlib: false}", "data.0", ""),
         ("data.0.too_long=skip", "data.0.too_long", ""),
-        ("global_batch={}", "global_batch", ""),
         ("global_batch={sequences: 1, tokens: 1}", "global_batch", ""),
     ],
 )
@@ -151,21 +133,6 @@ def test_config_wrong_value_names_its_path(folder, override, where, expected):
     found = problems_of(write(folder, MINIMAL), [override])
     assert list(found) == [where]
     assert expected in found[where]
-
-
-@pytest.mark.parametrize(
-    ("key", "ours"),
-    [
-        ("learning_rate", "`optimizer.lr`"),
-        ("gradient_accumulation_steps", "the planner makes the microbatches"),
-        ("max_seq_length", "`data.0.max_tokens`"),
-        ("output_dir", "`output`"),
-        ("eval_steps", "`eval.every_steps`"),
-        ("lr", "`optimizer.lr`"),
-    ],
-)
-def test_config_key_of_another_trainer_has_our_name_in_its_error(folder, key, ours):
-    assert ours in problems_of(write(folder, MINIMAL), [f"{key}=1"])[key]
 
 
 def test_config_names_for_keys_of_other_trainers_are_keys_of_ours():
@@ -188,14 +155,10 @@ def test_config_takes_the_planner_of_an_installed_package(folder, monkeypatch):
     assert "planner" in problems_of(path, ["planner=others"])
 
 
-@pytest.mark.parametrize("key", ["capacity_tokens", "data.0.max_tokens"])
-def test_config_tokens_are_read_as_on_the_command_line(folder, key):
-    path = write(folder, MINIMAL)
-    config = load_config(path, [f"{key}=8K", "global_batch={tokens: 1.5M}"])
-    assert (config.capacity_tokens, config.data[0].max_tokens)["max" in key] == 8192
-    assert config.global_batch.tokens == 3 * 2**19
-    assert "a whole number" in problems_of(path, [f"{key}=8Q"])[key]
-    assert "a whole number" in problems_of(path, [f"{key}='8192'"])[key]
+def test_config_tokens_are_read_as_on_the_command_line(folder):
+    given = ["capacity_tokens=8K", "data.0.max_tokens=4K", "global_batch={tokens: 1.5M}"]
+    config = load_config(write(folder, MINIMAL), given)
+    assert (config.capacity_tokens, config.data[0].max_tokens, config.global_batch.tokens) == (8192, 4096, 3 * 2**19)
 
 
 def test_config_all_problems_come_in_one_message(folder):
@@ -222,35 +185,6 @@ zzz: 2
     assert len(lines) == len(found) - 3, "all but the overrides and a key that is not there; `model` is `modle`"
 
 
-def test_config_rules_of_a_run_file_are_arrows_as_wrong_keys_are(folder):
-    path = write(folder, f"{MINIMAL}\nsteps: 3\nepochs: 2\noutput_dir: x\n".replace("output: out", ""))
-    line = problems_of(path)["steps"]
-    assert "steps: 3 -> null beside `epochs: 2`. Take one of them out" in line
-    assert set(problems_of(path)) == {"steps", "output_dir"}, "a key that is there by another's name is not missing"
-
-
-def test_config_wrong_keys_are_a_short_line_each_with_file_and_line(folder):
-    text = """model: tiny
-data: [{pth: train.jsonl}]
-output: out
-stages: 0
-learning_rate: 0.1
-shard: fsdp
-lora: {alpha: 8}
-optimizer: {lr: fast}
-"""
-    found = problems_of(write(folder, text), ["optimizer.lr=slow"])
-    path = folder / "run.yaml"
-    assert list(found.values()) == [
-        f"error[config] {path}:2 data.0.pth: unknown key -> `path`",
-        f"error[config] {path}:4 stages: 0 (a whole number) -> at least 1",
-        f"error[config] {path}:5 learning_rate: unknown key -> `optimizer.lr`",
-        f"error[config] {path}:6 shard: 'fsdp' (text) -> `zero3`, of auto, zero1, zero3 or hybrid",
-        f"error[config] {path}:7 lora.alpha: unknown key -> `lora_alpha`",
-        "error[config] optimizer.lr: 'slow' (text) -> a number",
-    ]
-
-
 def test_config_relative_paths_start_from_the_file(folder, monkeypatch):
     (folder / "texts").mkdir()
     (folder / "org" / "name").mkdir(parents=True)
@@ -263,24 +197,14 @@ def test_config_relative_paths_start_from_the_file(folder, monkeypatch):
     assert config.output == folder.parent / "out"
 
 
-@pytest.mark.parametrize("name", ["./gone", "/gone/model", "~/gone-model", "a/b/c", "train.jsonl"])
-@pytest.mark.parametrize("key", ["model", "tokenizer"])
-def test_config_name_that_reads_like_a_path_has_to_be_a_folder(folder, key, name):
-    found = problems_of(write(folder, MINIMAL), [f"{key}={name}"])
-    assert "an existing folder" in found[key]
-
-
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
         (b"", "a mapping; got null"),
-        (b"- a\n", "a mapping; got ['a'] (a list)"),
         (b"model: \xff\n", "byte 0xff at offset 7"),
-        (b"model: [tiny\n", "expected YAML"),
         (b"a: 1\n---\nb: 2\n", "expected YAML"),
-        (b"model: \x07\n", "expected YAML"),
         (b"a: &x [1]\nb: *x\n", "an alias, which is not read"),
-        (b"a: " + b"[" * 5000, "deeper nesting"),
+        (b"a: " + b"[" * 2000, "deeper nesting"),
         (None, "no such file"),
         ("folder", "a folder"),
     ],
@@ -295,13 +219,6 @@ def test_config_unreadable_file_is_one_line(tmp_path, content, expected):
         load_config(path)
     assert expected in str(caught.value)
     assert str(path) in caught.value.where
-
-
-def test_config_build_leaves_the_values_alone(folder):
-    values = {"model": "tiny", "data": [{"path": "train.jsonl"}], "output": "out"}
-    config = build_config(values, folder)
-    assert values["data"] == [{"path": "train.jsonl"}]
-    assert config.data == (DataSource(path=folder / "train.jsonl"),)
 
 
 NAMES = st.text(st.characters(min_codepoint=33, exclude_characters="/~", exclude_categories=["Cs", "Cc"]), min_size=1)
@@ -334,16 +251,14 @@ def test_config_and_data_import_no_large_library():
 
 
 def test_config_with_thousands_of_problems_is_told_of_some_in_seconds(folder):
-    """Each unknown key looks for the nearest known one, and each problem was compared with all before it."""
     start = time.process_time()
-    found = problems_of(write(folder, MINIMAL + "".join(f"k{number}: 1\n" for number in range(8_000))))
-    assert time.process_time() - start < 6
+    found = problems_of(write(folder, MINIMAL + "".join(f"k{number}: 1\n" for number in range(4_000))))
+    assert time.process_time() - start < 3
     assert len(found) == 101
-    assert "got 7,900 more problems" in found["run file"]
+    assert "got 3,900 more problems" in found["run file"]
 
 
-@pytest.mark.parametrize("key", ["model", "tokenizer", "output"])
-@pytest.mark.parametrize("name", ['"a\\0b"', "x" * 300, "y/" * 3000])
+@pytest.mark.parametrize(("key", "name"), [("model", '"a\\0b"'), ("tokenizer", "x" * 300), ("output", "y/" * 3000)])
 def test_config_paths_that_nothing_can_have_are_one_line(folder, key, name):
     keys = {"model": "tiny", "data": "[{path: train.jsonl}]", "output": "out", key: name}
     found = problems_of(write(folder, "".join(f"{name}: {value}\n" for name, value in keys.items())))

@@ -10,7 +10,6 @@ import pytest
 from cost.measured_samples import SHAPE, measurements_of, samples_of
 from cost.test_cost_fit import machine
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
-from lengthwise.core.measurements import Term
 from lengthwise.cost import all_terms_cost, hardware_of_gpu, named_hardware, named_shape
 from lengthwise.cost.analytic import layer_seconds
 from lengthwise.cost.described import hardware_from_measurements, hardware_to_json
@@ -19,8 +18,8 @@ from lengthwise.cost.measured import cost_from_measurements, measured_cost, read
 FOUND = measurements_of(samples_of(machine()))
 
 
-def write(tmp_path, content):
-    path = tmp_path / "measurements.json"
+def write(tmp_path, content, name="measurements.json"):
+    path = tmp_path / name
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
@@ -44,7 +43,6 @@ def test_the_file_comes_back_as_it_was_written(tmp_path):
     ("content", "said"),
     [
         (None, "No such file"),
-        ("[1]", 'an object with "schema"'),
         ('{"schema": "lengthwise.measurements/2"}', "lengthwise.measurements/1"),
         ('{"schema": "lengthwise.measurements/1", "schema": 1}', 'the key "schema" twice'),
         ('{"schema": "lengthwise.measurements/1"', "broken JSON"),
@@ -70,13 +68,11 @@ def test_all_that_is_wrong_in_a_file_is_said_at_once(tmp_path):
 
     with pytest.raises(Problems) as caught:
         read_measurements(write(tmp_path, changed(spoil)))
-    said = str(caught.value)
     for key in (
-        "place: expected a value", "plase", "Did you mean `place`?", "samples.0.seconds", "samples.1.kind",
-        "samples.2.lengths.0", "samples.3.repeats", "samples.4.spread", "fit.terms.linear_seconds.value",
-        "fit.terms.speed", "model.layers",
+        "place", "plase", "samples.0.seconds", "samples.1.kind", "samples.2.lengths.0", "samples.3.repeats",
+        "samples.4.spread", "fit.terms.linear_seconds.value", "fit.terms.speed", "model.layers",
     ):  # fmt: skip
-        assert key in said
+        assert key in str(caught.value)
 
 
 def free(raw):
@@ -92,7 +88,6 @@ def free(raw):
         (lambda raw: raw["fit"]["terms"]["forward_linear"].update(value=1.5), "a share below 1"),
         (lambda raw: raw["fit"]["terms"]["near_bytes_per_second"].update(value=0.0), "more than 0 and less"),
         (lambda raw: raw["fit"]["terms"]["linear_seconds"].update(value=1e300), "at most 1e+06 seconds"),
-        (lambda raw: raw["fit"]["terms"]["near_bytes_per_second"].update(value=1e300), "less than 1e+18 bytes"),
         (lambda raw: raw.update(hardware="abacus"), "h100"),
         (lambda raw: raw["fit"].update(block_efficiency=[[100.0, 0.9], [200.0, 0.5]]), "block_efficiency"),
         (free, "at least one coefficient above 0"),
@@ -111,16 +106,15 @@ def test_a_run_plans_only_with_what_was_measured_of_its_like(tmp_path):
         cost_from_measurements(path, named_shape("llama-7b"), precision="bf16", threads=4)
     for word in ("model: layers: expected 32", "precision: expected bf16", "threads: expected 4", "Profile this model"):
         assert word in str(caught.value)
-    for options, said in (
-        ({"adapters": 80}, "expected adapters of 80 parameters trained, as in the run; got all"),
-        ({"on_gpus": True}, "place: device: expected a GPU, as in the run; got cpu"),
+    of_adapters = write(tmp_path, replace(FOUND, adapters=80).to_json(), "adapters.json")
+    assert cost_from_measurements(of_adapters, SHAPE, precision="fp32", adapters=80).reduced_bytes == 80 * 8
+    for there, options, said in (
+        (path, {"adapters": 80}, "adapters"),
+        (path, {"on_gpus": True}, "device: expected a GPU"),
+        (of_adapters, {}, "expected all of the model trained"),
     ):
         with pytest.raises(ConfigError, match=said):
-            cost_from_measurements(path, SHAPE, precision="fp32", **options)
-    path = write(tmp_path, replace(FOUND, adapters=80).to_json())
-    assert cost_from_measurements(path, SHAPE, precision="fp32", adapters=80).reduced_bytes == 80 * 8
-    with pytest.raises(ConfigError, match="expected all of the model trained"):
-        cost_from_measurements(path, SHAPE, precision="fp32")
+            cost_from_measurements(there, SHAPE, precision="fp32", **options)
 
 
 def test_costs_of_the_description_are_those_of_the_fit(tmp_path):
@@ -145,25 +139,9 @@ def test_what_was_not_measured_is_of_the_named_hardware_and_said():
     made = hardware_from_measurements(found, device_bytes=141e9, host_bytes=2e12, ranks_per_node=4)
     for name in ("node_link_bytes_per_second", "link_bytes_per_second", "copy_bytes_per_second", "block_efficiency"):
         assert getattr(made, name) == getattr(base, name)
-        assert f"{name}," not in made.source
     assert (made.device_bytes, made.host_bytes, made.ranks_per_node) == (141e9, 2e12, 4)
     assert made.node_uplink_bytes_per_second == 4 * base.node_uplink_bytes_per_second
     assert "taken from cpu" in made.source
-    for part in ("2026-11-22", "torch 2.13.0", "linear_efficiency"):
-        assert part in made.source
-
-
-def test_rates_above_the_named_peak_raise_it():
-    terms = dict(FOUND.fit.terms)
-    terms["linear_seconds"] = replace(terms["linear_seconds"], value=1e-9)
-    terms["quadratic_seconds"] = Term(value=0.0, relative_error=None)
-    made = hardware_from_measurements(replace(FOUND, fit=replace(FOUND.fit, terms=terms)))
-    base = named_hardware("cpu")
-    assert made.linear_efficiency == 1.0
-    assert made.peak_flops_per_second == pytest.approx(6.0 * SHAPE.linear_params / 1e-9)
-    assert made.attention_efficiency * made.peak_flops_per_second == pytest.approx(
-        base.attention_efficiency * base.peak_flops_per_second
-    )
 
 
 def test_a_description_can_be_read_again_and_is_none_of_adapters():
@@ -173,28 +151,11 @@ def test_a_description_can_be_read_again_and_is_none_of_adapters():
         hardware_from_measurements(replace(FOUND, adapters=1000))
 
 
-@pytest.mark.parametrize(
-    ("device", "name"),
-    [
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("NVIDIA H100 PCIe", "h100"),
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA B200", None),
-    ],
-)
-def test_a_gpu_is_priced_by_its_name(device, name):
-    found, said = hardware_of_gpu(device)
-    assert found == (name or "h100")
-    assert (said is None) == (name is not None)
-    if said is not None:
-        assert said.startswith(f"{device} is planned with the figures of h100")
-
-
-def test_h200_is_h100_with_more_memory():
-    h100, h200 = named_hardware("h100"), named_hardware("h200")
-    assert h200.device_bytes == 141e9
-    assert replace(h200, name="h100", device_bytes=h100.device_bytes, source=h100.source) == h100
+def test_a_gpu_is_priced_by_its_name():
+    known = {"NVIDIA H200": "h200", "NVIDIA H100 80GB HBM3": "h100", "NVIDIA A100-SXM4-80GB": "a100"}
+    assert [hardware_of_gpu(device) for device in known] == [(name, None) for name in known.values()]
+    found, said = hardware_of_gpu("NVIDIA B200")
+    assert (found, said is not None and "B200" in said) == ("h100", True)
 
 
 def test_costs_of_a_stage_are_its_part_of_the_whole_by_which_layers_are_weighed_alike():

@@ -31,28 +31,17 @@ FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "")
 def memories(draw) -> StepMemory:
     kv_heads, experts = draw(st.integers(1, 8)), draw(st.sampled_from([1, 8]))
     shape = ModelShape(
-        name="drawn",
-        family=draw(st.sampled_from(FAMILIES)),
-        layers=draw(st.integers(2, 80)),
-        hidden=draw(st.integers(16, 8192)),
-        heads=kv_heads * draw(st.integers(1, 8)),
-        kv_heads=kv_heads,
-        head_dim=draw(st.integers(8, 256)),
-        intermediate=draw(st.integers(16, 30_000)),
-        vocab=draw(st.integers(256, 300_000)),
-        experts=experts,
-        experts_per_token=draw(st.integers(1, experts)),
-    )
+        name="drawn", family=draw(st.sampled_from(FAMILIES)), layers=draw(st.integers(2, 80)),
+        hidden=draw(st.integers(16, 8192)), heads=kv_heads * draw(st.integers(1, 8)), kv_heads=kv_heads,
+        head_dim=draw(st.integers(8, 256)), intermediate=draw(st.integers(16, 30_000)),
+        vocab=draw(st.integers(256, 300_000)), experts=experts, experts_per_token=draw(st.integers(1, experts)),
+    )  # fmt: skip
     return StepMemory(
-        shape=shape,
-        dtype_bytes=draw(st.sampled_from([2, 4, 8])),
-        trained=draw(st.sampled_from([None, 1000])),
-        ranks=draw(st.integers(1, 100)),
-        cut=LayerCut(stages=draw(st.integers(1, 8)), virtual=draw(st.integers(1, 3))),
-        logits_at_once=draw(st.sampled_from([None, 1 << 18, 1 << 25])),
-        fused_norms=draw(st.booleans()),
+        shape=shape, dtype_bytes=draw(st.sampled_from([2, 4, 8])), trained=draw(st.sampled_from([None, 1000])),
+        ranks=draw(st.integers(1, 100)), cut=LayerCut(stages=draw(st.integers(1, 8)), virtual=draw(st.integers(1, 3))),
+        logits_at_once=draw(st.sampled_from([None, 1 << 18, 1 << 25])), fused_norms=draw(st.booleans()),
         shard=draw(st.sampled_from(["zero1", "zero3"])),
-    )
+    )  # fmt: skip
 
 
 KINDS = st.sampled_from(RECOMPUTE_KINDS)
@@ -60,29 +49,18 @@ TOKENS = st.integers(1, 10**7)
 RATIOS = st.floats(0, 1)
 
 
-@given(memories(), KINDS, TOKENS, TOKENS, RATIOS)
-def test_bytes_rise_with_tokens(memory, kind, tokens, more, ratio) -> None:
-    few, many = (memory.peak_bytes(each, Choice(recompute=kind, offload=ratio)) for each in (tokens, tokens + more))
+@given(memories(), KINDS, TOKENS, TOKENS, RATIOS, RATIOS)
+def test_bytes_rise_with_tokens_and_fall_with_offload_and_recomputation(memory, kind, tokens, more, one, other) -> None:
+    few, many = (memory.peak_bytes(each, Choice(recompute=kind, offload=one)) for each in (tokens, tokens + more))
     assert memory.state_bytes() < few < many
-
-
-@given(memories(), KINDS, TOKENS, RATIOS, RATIOS)
-def test_bytes_fall_with_the_ratio_of_offload(memory, kind, tokens, one, other) -> None:
-    less, more = sorted((one, other))
     most, fewer, some, none = (
-        memory.peak_bytes(tokens, Choice(recompute=kind, offload=ratio)) for ratio in (1.0, more, less, 0.0)
+        memory.peak_bytes(tokens, Choice(recompute=kind, offload=ratio))
+        for ratio in (1.0, max(one, other), min(one, other), 0.0)
     )
     assert fewer <= some * (1 + 1e-12)
-    # Two layers stay, so of two nothing goes.
-    two = memory.shape.layers == 2
-    assert not two or most == none
-
-
-@given(memories())
-def test_kinds_of_recomputation_keep_less_in_their_order(memory) -> None:
-    kept = [memory.saved_bytes(kind) for kind in ("none", "all_but_attention", "layer")]
-    assert kept == sorted(kept, reverse=True)
-    assert len(set(kept)) == 3
+    assert memory.shape.layers > 2 or most == none  # two layers stay
+    kept = [memory.saved_bytes(each) for each in ("none", "all_but_attention", "layer")]
+    assert kept[0] > kept[1] > kept[2]
 
 
 @given(memories(), KINDS, st.lists(st.tuples(TOKENS, RATIOS), min_size=1, max_size=5))
@@ -124,17 +102,6 @@ def test_a_llama_of_7b_keeps_what_its_operations_save() -> None:
     found = memory.microbatch_bytes(10**6, Choice(recompute="layer"))
     assert found == 10**6 * (32 * 2 * 4096 + turn - 2 * 4096 + 2 * 4096)
     assert all_terms_cost(LLAMA_7B, named_hardware("h100")).copy_bytes["none"] == memory.saved_bytes("none")
-
-
-def test_an_mlp_keeps_less_without_a_gate_and_more_beside_shared_experts() -> None:
-    """Of a token two widths in place of four, and of no token the gradients of two matrices: three for five."""
-    plain = replace(named_shape("mixtral-8x7b"), family="")
-    ungated, shared = replace(plain, gated=False), replace(plain, dense_width=plain.layers * plain.intermediate)
-    kept, less, more = (StepMemory(shape=each, dtype_bytes=2).saved_bytes("none") for each in (plain, ungated, shared))
-    assert kept - less == pytest.approx(2 * 2 * plain.mlp_width)
-    assert more - kept == pytest.approx(2 * 4 * plain.layers * plain.intermediate)
-    of_none = [float(StepMemory(shape=each, dtype_bytes=2).microbatch_bytes(1)) for each in (plain, ungated)]
-    assert of_none[0] - of_none[1] == pytest.approx(2 * 2 * plain.hidden * plain.intermediate * plain.experts, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -201,13 +168,8 @@ def test_capacities_of_a_7b_model() -> None:
     assert found["layer"] > found["all_but_attention"] > 128
     with pytest.raises(ConfigError, match="128 tokens"):
         recompute_capacities(memory, full)
-
-
-def test_a_model_that_fills_the_device_is_refused() -> None:
-    big = named_shape("llama-70b")
     with pytest.raises(ConfigError, match="llama-70b"):
-        recompute_capacities(step_memory(big, H100, 64), H100, kinds=["none"])
-    assert recompute_capacities(step_memory(big, H100, 64, cut=LayerCut(stages=16)), H100)["none"] > 0
+        recompute_capacities(step_memory(named_shape("llama-70b"), H100, 64), H100, kinds=["none"])
 
 
 def test_fused_norms_leave_room_for_more_tokens() -> None:

@@ -58,32 +58,23 @@ def test_ranks_that_are_alike_stay_alike(batches, seed):
     assert rank_speeds(machine(curve=()), [ran(lengths, machine(curve=()), 0.01, rng) for lengths in batches]) is None
 
 
-def test_shares_of_a_ring_are_no_slowness():
+def test_shares_prefixes_and_what_is_computed_again_are_no_slowness():
     true = machine(curve=())
-    plan = make_plan(2, (4000,), [Piece(ranks=(0, 1), sequences=(0,), shares=(3.0, 1.0))])
+
+    def is_none_slow(plan, pairs, tokens):
+        busy = true.fixed_seconds + true.quadratic_seconds * np.array(pairs) + true.linear_seconds * np.array(tokens)
+        return rank_speeds(true, [RanStep(plan=plan, busy_seconds=tuple(busy.tolist()))] * 6) is None
+
     parts, held = parts_by_shares((4000,), 2, (3.0, 1.0))
-    busy = true.fixed_seconds + true.quadratic_seconds * 4000**2 * parts + true.linear_seconds * held
-    steps = [RanStep(plan=plan, busy_seconds=tuple(busy.tolist()))] * 6
-    assert rank_speeds(true, steps) is None
-
-
-def test_a_prefix_that_others_see_is_no_slowness():
-    """Two sequences of 1,000 tokens continue one of 8,000 on rank 0."""
-    true = machine(curve=())
+    shared = make_plan(2, (4000,), [Piece(ranks=(0, 1), sequences=(0,), shares=(3.0, 1.0))])
+    assert is_none_slow(shared, 4000**2 * parts, held)
     pieces = [Piece(ranks=(0,), sequences=(0, 1, 2)), Piece(ranks=(1,), sequences=(3,))]
-    plan = replace(make_plan(2, (8000, 1000, 1000, 8000), pieces), parents=(None, 0, 0, None))
-    pairs, tokens = np.array([8000**2 + 2 * (9000**2 - 8000**2), 8000**2]), np.array([10_000, 8000])
-    busy = true.fixed_seconds + true.quadratic_seconds * pairs + true.linear_seconds * tokens
-    assert rank_speeds(true, [RanStep(plan=plan, busy_seconds=tuple(busy.tolist()))] * 6) is None
-
-
-@pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
-def test_what_is_computed_again_is_no_slowness(kind):
-    true = machine(curve=())
-    pieces = [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))]
-    plan = make_plan(2, (2000, 2000), pieces)
-    plan = replace(plan, microbatches=(replace(plan.microbatches[0], recompute=kind), *plan.microbatches[1:]))
-    passes = true.passes(kind)
-    again = sum(each.attention for each in passes) * true.quadratic_seconds * 2000**2
-    again += sum(each.linear for each in passes) * (true.linear_seconds * 2000 + true.fixed_seconds)
-    assert rank_speeds(true, [RanStep(plan=plan, busy_seconds=(again, work_of(plan, true)[1]))] * 6) is None
+    branches = replace(make_plan(2, (8000, 1000, 1000, 8000), pieces), parents=(None, 0, 0, None))
+    assert is_none_slow(branches, [8000**2 + 2 * (9000**2 - 8000**2), 8000**2], [10_000, 8000])
+    for kind in ("layer", "all_but_attention"):
+        plan = make_plan(2, (2000, 2000), [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))])
+        plan = replace(plan, microbatches=(replace(plan.microbatches[0], recompute=kind), *plan.microbatches[1:]))
+        passes = true.passes(kind)
+        again = sum(each.attention for each in passes) * true.quadratic_seconds * 2000**2
+        again += sum(each.linear for each in passes) * (true.linear_seconds * 2000 + true.fixed_seconds)
+        assert rank_speeds(true, [RanStep(plan=plan, busy_seconds=(again, work_of(plan, true)[1]))] * 6) is None

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from lengthwise.core.errors import ConfigError, Problems
-from lengthwise.core.files import read_package_json
 from lengthwise.core.trained import FAMILIES
 from lengthwise.cost import (
     SHAPE_NAMES,
@@ -33,77 +32,37 @@ MISTRAL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "layers", "heads", "hidden", "billions"),
-    [("llama-7b", 32, 32, 4096, 5.8), ("llama-70b", 80, 64, 8192, 68.7), ("mixtral-8x22b", 56, 48, 6144, 38.8)],
-)
-def test_named_shape_has_the_sizes_of_the_evaluation(name, layers, heads, hidden, billions):
-    shape = named_shape(name)
-    assert (shape.layers, shape.heads, shape.hidden, shape.kv_heads) == (layers, heads, hidden, 8)
-    assert shape.linear_params / 1e9 == pytest.approx(billions, rel=0.02)
-
-
 CARDS = {  # parameters in billions, as the model's card says
-    "Qwen/Qwen3-0.6B": 0.75,
-    "qwen3-8b": 8.19,
-    "mixtral-8x7b": 46.7,
-    "Qwen/Qwen3-30B-A3B": 30.5,
-    "Qwen/Qwen3-235B-A22B-Instruct-2507": 235,
-    "Qwen/Qwen3-VL-32B-Instruct": 32.8,
-    "Qwen/Qwen2.5-7B-Instruct": 7.61,
-    "Qwen/Qwen2.5-72B": 72.7,
-    "meta-llama/Llama-3.3-70B-Instruct": 70.6,
-    "google/gemma-3-12b-it": 12.8,
-    "mistralai/Mistral-7B-Instruct-v0.3": 7.25,
-    "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.6,
-    "mistralai/Ministral-3-8B-Reasoning-2512": 8.5,
-    "openai/gpt-oss-120b": 117,
-    "microsoft/phi-4": 14.7,
-    "Qwen/Qwen3.5-9B": 8.95,
-    "Qwen/Qwen3.6-27B": 27,
-    "Qwen/Qwen3-Next-80B-A3B-Instruct": 79.7,
-    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6,
-    "moonshotai/Kimi-Linear-48B-A3B-Instruct": 49.1,
-    "allenai/Olmo-3-1025-7B": 7.3,
-    "allenai/Olmo-Hybrid-7B": 7.43,
-    "deepseek-ai/DeepSeek-V3-0324": 671,
-    "zai-org/GLM-4.7-Flash": 30,
-    "MiniMaxAI/MiniMax-M2": 229,
-    "ByteDance-Seed/Seed-OSS-36B-Instruct": 36.2,
+    "Qwen/Qwen3-0.6B": 0.75, "qwen3-8b": 8.19, "mixtral-8x7b": 46.7, "Qwen/Qwen3-30B-A3B": 30.5,
+    "Qwen/Qwen3-235B-A22B-Instruct-2507": 235, "Qwen/Qwen3-VL-32B-Instruct": 32.8, "Qwen/Qwen2.5-7B-Instruct": 7.61,
+    "Qwen/Qwen2.5-72B": 72.7, "meta-llama/Llama-3.3-70B-Instruct": 70.6, "google/gemma-3-12b-it": 12.8,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7.25, "mistralai/Mistral-Small-3.2-24B-Instruct-2506": 23.6,
+    "mistralai/Ministral-3-8B-Reasoning-2512": 8.5, "openai/gpt-oss-120b": 117, "microsoft/phi-4": 14.7,
+    "Qwen/Qwen3.5-9B": 8.95, "Qwen/Qwen3.6-27B": 27, "Qwen/Qwen3-Next-80B-A3B-Instruct": 79.7,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": 31.6, "moonshotai/Kimi-Linear-48B-A3B-Instruct": 49.1,
+    "allenai/Olmo-3-1025-7B": 7.3, "allenai/Olmo-Hybrid-7B": 7.43, "deepseek-ai/DeepSeek-V3-0324": 671,
+    "zai-org/GLM-4.7-Flash": 30, "MiniMaxAI/MiniMax-M2": 229, "ByteDance-Seed/Seed-OSS-36B-Instruct": 36.2,
     "tiiuae/Falcon-H1-7B-Instruct": 7.59,
-}
+}  # fmt: skip
 SHARING = {  # of models whose head is their embedding
-    "google/gemma-4-31B-it": 30.7,
-    "google/gemma-4-26B-A4B-it": 25.2,
-    "google/gemma-2-27b-it": 27.2,
-    "ibm-granite/granite-4.0-h-small": 32.2,
-    "ibm-granite/granite-4.0-h-tiny": 6.94,
-    "LiquidAI/LFM2-8B-A1B": 8.34,
-    "LiquidAI/LFM2-2.6B-Exp": 2.57,
-    "LiquidAI/LFM2-350M": 0.354,
-    "LiquidAI/LFM2.5-1.2B-Instruct": 1.17,
+    "google/gemma-4-31B-it": 30.7, "google/gemma-4-26B-A4B-it": 25.2, "google/gemma-2-27b-it": 27.2,
+    "ibm-granite/granite-4.0-h-small": 32.2, "ibm-granite/granite-4.0-h-tiny": 6.94, "LiquidAI/LFM2-8B-A1B": 8.34,
+    "LiquidAI/LFM2-2.6B-Exp": 2.57, "LiquidAI/LFM2-350M": 0.354, "LiquidAI/LFM2.5-1.2B-Instruct": 1.17,
     "HuggingFaceTB/SmolLM3-3B-Base": 3.08,
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "billions"), [*CARDS.items(), *SHARING.items()])
-def test_named_shape_knows_published_models_by_their_hub_names(name: str, billions: float) -> None:
+def test_named_shape_knows_published_models_by_their_hub_names() -> None:
     """As many parameters as their cards say; a shape counts shared weights twice."""
-    shape = named_shape(name)
-    shared = shape.hidden * shape.vocab if name in SHARING else 0
-    assert (shape.total_params - shared) / 1e9 == pytest.approx(billions, rel=0.01)
+    for name, billions in {**CARDS, **SHARING}.items():
+        shape = named_shape(name)
+        shared = shape.hidden * shape.vocab if name in SHARING else 0
+        assert (shape.total_params - shared) / 1e9 == pytest.approx(billions, rel=0.01), name
+    published = {named_shape(name).family for name in SHAPE_NAMES} - {""}
+    assert published <= {*FAMILIES, "qwen3_vl_text", "qwen3_vl_moe_text"}
 
 
-def test_every_published_name_gives_a_shape_of_a_family_that_is_trained() -> None:
-    published = [name for name in SHAPE_NAMES if named_shape(name).family]
-    assert len(published) > 70
-    assert {named_shape(name).family for name in published} <= {*FAMILIES, "qwen3_vl_text", "qwen3_vl_moe_text"}
-
-
-@pytest.mark.parametrize(
-    ("name", "billions"),
-    [("nemotron-3-nano-30b-a3b", 3.2), ("gemma-4-26b-a4b", 3.8), ("deepseek-v3", 36.5), ("lfm2-8b-a1b", 1.5)],
-)
+@pytest.mark.parametrize(("name", "billions"), [("nemotron-3-nano-30b-a3b", 3.2), ("deepseek-v3", 36.5)])
 def test_a_token_passes_as_many_parameters_as_cards_call_active(name: str, billions: float) -> None:
     """Of latent attention, layers without experts, shared experts and MLPs without a gate, not of plain layers."""
     assert named_shape(name).linear_params / 1e9 == pytest.approx(billions, rel=0.04)
@@ -123,38 +82,19 @@ def test_heads_of_layers_without_a_window_count_where_they_differ() -> None:
     assert all_terms_cost(shape, hardware).ring_bytes == 2 * shape.key_width * (2 * 2 + 4)
 
 
-def test_gemma_4_has_no_values_beside_keys_in_full_layers_and_layers_add_up_to_the_model() -> None:
-    shape = named_shape("gemma-4-31b")
-    assert shape.attention_params == 5376 * (50 * 256 * (2 * 32 + 2 * 16) + 10 * 512 * (2 * 32 + 4))
-    config = read_package_json("lengthwise.cost", "models.json")["published"]["gemma-4-e2b"]
-    whole, layers = shape_from_config(config), layer_shapes(config)
-    assert whole.dense_width == sum(each.dense_width for each in layers) == 20 * 6144
-    assert sum(each.attention_params or 0 for each in layers) == pytest.approx(whole.attention_params, rel=1e-6)
-
-
-def test_named_shape_counts_the_windows_of_published_models() -> None:
-    assert named_shape("google/gemma-3-27b-it").windows == ((1024, 52),)
-    with pytest.raises(ConfigError, match="Download its config"):
-        named_shape("huggyllama/llama-7b")  # ours has other KV heads
-
-
-@pytest.mark.parametrize("path", ["./qwen3-8b", "~/models/qwen3-8b", "/models/qwen3-8b", "~nobody-has-it/qwen3-8b"])
-def test_a_path_that_is_not_there_is_no_published_model(path: str) -> None:
-    with pytest.raises(ConfigError, match="which does not exist"):
-        named_shape(path)
-
-
-def test_a_model_cut_to_its_dense_layers_has_no_experts() -> None:
-    config = {**MISTRAL, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
-    assert shape_from_config({**config, "first_k_dense_replace": 99}) == shape_from_config(MISTRAL)
-
-
-def test_named_shape_names_the_nearest() -> None:
-    assert named_shape(SHAPE_NAMES[0]).name == SHAPE_NAMES[0]
-    with pytest.raises(ConfigError, match=r"somebody/a-model.*names on the hub are not looked up"):
-        named_shape("somebody/a-model")
-    with pytest.raises(ConfigError, match="Did you mean `mixtral-8x7b`"):
-        named_shape("mixtral-8x7")
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("somebody/a-model", "names on the hub are not looked up"),
+        ("huggyllama/llama-7b", "Download its config"),  # ours has other KV heads
+        ("mixtral-8x7", "Did you mean `mixtral-8x7b`"),
+        ("./qwen3-8b", "which does not exist"),
+        ("~nobody-has-it/qwen3-8b", "which does not exist"),
+    ],
+)
+def test_named_shape_refuses_what_it_does_not_know(name, said):
+    with pytest.raises(ConfigError, match=said):
+        named_shape(name)
 
 
 @pytest.mark.parametrize(
@@ -165,28 +105,28 @@ def test_named_shape_names_the_nearest() -> None:
         ({"model_type": "qwen3", "hidden_size": 1024, "head_dim": 128}, {"head_dim": 128}),
         ({"num_local_experts": 8, "num_experts_per_tok": 2}, {"experts": 8, "experts_per_token": 2}),
         ({"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}, {"intermediate": 768}),
-        (
-            {"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536},
-            {"experts": 64, "experts_per_token": 6, "intermediate": 1536},
-        ),
+        ({"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 9}, {"experts_per_token": 6, "intermediate": 9}),
         ({"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 64}, {"intermediate": 64}),
         ({"model_type": "lfm2", "intermediate_size": 8192, "block_ff_dim": 12288}, {"intermediate": 8192}),
         (
-            {"model_type": "lfm2", "intermediate_size": 10752, "block_auto_adjust_ff_dim": False},
-            {"intermediate": 10752},
+            {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 9, "first_k_dense_replace": 99},
+            {},
         ),
+        # null or nothing is four times the hidden size in GPT-2
+        ({"intermediate_size": None, "n_inner": None}, {"intermediate": 4 * 4096}),
     ],
 )
 def test_shape_from_config_reads_sizes(changes: dict[str, Any], read: dict[str, Any]) -> None:
-    shape = shape_from_config({name: value for name, value in {**MISTRAL, **changes}.items() if value is not ...})
+    shape = shape_from_config({**MISTRAL, **changes})
     assert {name: getattr(shape, name) for name in read} == read
+    assert read or shape == shape_from_config(MISTRAL)
 
 
 @pytest.mark.parametrize(
     ("changes", "key"),
     [
-        *(({key: 0}, key) for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")),
-        *(({"hidden_size": value}, "hidden_size") for value in (None, -1, 2.5, True, "64")),
+        ({"num_hidden_layers": 0, "vocab_size": ...}, "(?s)num_hidden_layers.*vocab_size"),
+        *(({"hidden_size": value}, "hidden_size") for value in (None, -1, 2.5, True)),
         ({"num_local_experts": 8}, "num_experts_per_tok: .*got nothing"),
         ({"num_experts_per_tok": 2}, "num_local_experts: .*got nothing"),
         ({"model_type": "gemma", "num_attention_heads": 16, "hidden_size": 3072}, "head_dim: .*got nothing"),  # 256
@@ -195,23 +135,8 @@ def test_shape_from_config_reads_sizes(changes: dict[str, Any], read: dict[str, 
 )
 def test_shape_from_config_names_the_bad_key_and_guesses_nothing_that_families_do_otherwise(changes, key):
     config = {name: value for name, value in {**MISTRAL, **changes}.items() if value is not ...}
-    with pytest.raises(ConfigError, match=key):
+    with pytest.raises((ConfigError, Problems), match=key):
         shape_from_config(config)
-
-
-def test_shape_from_config_names_all_missing_keys_at_once() -> None:
-    with pytest.raises(Problems) as caught:
-        shape_from_config({"model_type": "llama", "hidden_size": 64})
-    told = str(caught.value)
-    missing = ("num_attention_heads", "num_hidden_layers", "intermediate_size", "vocab_size")
-    assert all(f"config key {key}: expected a whole number of at least 1; got nothing" in told for key in missing)
-
-
-def test_shape_from_config_knows_the_widths_of_gpt_2() -> None:
-    """Null or nothing there is four times the hidden size."""
-    assert shape_from_config({**MISTRAL, "intermediate_size": None, "n_inner": None}).intermediate == 4 * 4096
-    old = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12, "vocab_size": 50257}
-    assert shape_from_config(old).intermediate == 4 * 768
 
 
 def test_shape_from_config_reads_the_text_part_of_a_model_with_pictures() -> None:
@@ -228,7 +153,6 @@ SIX = {"model_type": "mistral", "num_hidden_layers": 6, "sliding_window": 8}
         ({**SIX}, ((8, 6),)),
         ({**SIX, "use_sliding_window": False}, ()),
         ({**SIX, "layer_types": ["sliding_attention"] * 5 + ["full_attention"]}, ((8, 5),)),
-        ({**SIX, "layer_types": ["full_attention"] * 6}, ()),
         ({**SIX, "sliding_window_pattern": 6}, ((8, 5),)),
         # what older configs leave to their family: off in Qwen2 unless use_sliding_window says so
         ({"model_type": "qwen2", "sliding_window": 4096}, ()),
@@ -251,29 +175,13 @@ def test_named_shape_reads_a_models_folder(tmp_path, monkeypatch) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MISTRAL))
-    expected = shape_from_config(MISTRAL, name="my-model")
     monkeypatch.chdir(tmp_path)
     for name in (str(folder), str(folder / "config.json"), "my-model", "./my-model", "my-model/"):
-        assert named_shape(name) == expected
+        assert named_shape(name) == shape_from_config(MISTRAL, name="my-model")
     (tmp_path / "tiny").mkdir()
     assert named_shape("tiny").layers == 2, "a named shape wins; ./tiny means the folder"
     with pytest.raises(ConfigError, match=r"tiny/config\.json: .*No such file"):
         named_shape("./tiny")
-
-
-def test_a_config_of_mamba_layers_is_read_in_the_ways_of_its_family() -> None:
-    """A pattern of letters, older names of kinds, a convolution in place of a scan."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128, "vocab_size": 256}
-    scan = {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2}
-    letters = shape_from_config({**sizes, **scan, "model_type": "nemotron_h", "hybrid_override_pattern": "M*-M"})
-    assert (letters.layers, letters.num_attention, letters.num_mlp, letters.state_layers) == (4, 1, 1, 2)
-    assert letters.map_values == 4 * 16 * 8 + 4
-    named = {"model_type": "granitemoehybrid", "num_hidden_layers": 3, "layer_types": ["mamba", "attention", "mamba"]}
-    older = shape_from_config({**sizes, **scan, **named})
-    assert (older.num_attention, older.state_layers, older.mixer_params) == (1, 2, letters.mixer_params)
-    conv = {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"]}
-    found = shape_from_config({**sizes, **conv})
-    assert (found.num_attention, found.state_layers, found.mixer_params) == (1, 0, 2 * 4 * 64 * 64)
 
 
 def test_layers_weigh_what_their_kinds_and_windows_take() -> None:

@@ -18,6 +18,7 @@ from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from tiers import more
 
 LENGTHS = (300, 128, 1, 40, 129, 64)
 
@@ -87,7 +88,7 @@ def test_gpu_start_holds_what_is_kept_and_no_more(device):
     assert kept <= peak <= 1.01 * kept + (buffers << 20)
 
 
-@pytest.mark.parametrize(("fused", "offload"), [(False, False), (True, False), (None, True)])
+@pytest.mark.parametrize(("fused", "offload"), [(None, True), more(False, False), more(True, False)])
 def test_gpu_updates_are_those_of_the_cpu(device, fused, offload):
     found = []
     for where, own, away in ((torch.device("cpu"), False, False), (device, fused, offload)):

@@ -1,41 +1,37 @@
-"""Planners of others: the fixed mesh, one degree a step, and packed data parallelism."""
+"""Planners of others, as they were published: fixed mesh, one degree, whole packs, ByteScale, powers of two."""
+
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.errors import ConfigError, PlanError
-from lengthwise.core.held import held_tokens
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, all_terms_cost, analytic_cost, named_hardware, named_shape, plain_cost
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
-from lengthwise.planner.baselines.single_degree import (
-    first_fit_packs,
-    least_seconds,
-    plan_single_degree,
-    room_tokens,
-    schedule_at,
-)
+from lengthwise.planner.baselines import bytescale
+from lengthwise.planner.baselines.power_of_two import next_sub_batch, power_of_two_degrees
+from lengthwise.planner.baselines.single_degree import first_fit_packs, least_seconds, plan_single_degree, schedule_at
 from lengthwise.planner.baselines.static import context_parallel_degrees
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 
+LINEAR = Cost(linear_seconds=1.0)
 FOUR_TERMS = plain_cost(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0)
+ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+
+
+def planned(planner, tokens, ranks, capacity, cost=LINEAR, **options):
+    """Return a plan, and of each microbatch the ranks and sequences of its pieces."""
+    options = PlanOptions(planner=planner, **options)
+    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, options)
+    return plan, [[(sorted(piece.ranks), piece.sequences) for piece in m.pieces] for m in plan.microbatches]
 
 
 @pytest.mark.parametrize(
-    ("ranks", "context", "expected"),
-    [
-        (8, 100, (1,)),
-        (8, 101, (2,)),
-        (8, 201, (3, 4)),
-        (6, 201, (3, 4)),
-        (7, 101, (2, 7)),
-        (12, 401, (5, 6, 8)),
-        (6, 401, (5, 6)),
-    ],
+    ("ranks", "context", "expected"), [(8, 100, (1,)), (7, 101, (2, 7)), (8, 201, (3, 4)), (12, 401, (5, 6, 8))]
 )
 def test_static_groups_are_exact_a_divisor_or_a_power_of_two(ranks, context, expected):
     assert context_parallel_degrees(Cluster(ranks=ranks, capacity_tokens=100), context) == expected
@@ -45,83 +41,33 @@ def test_static_groups_are_exact_a_divisor_or_a_power_of_two(ranks, context, exp
     ("tokens", "ranks", "ring_seconds", "cp", "seconds"),
     [
         ([150, 150, 150], 7, 2.0, 2, 75.0 + 150),  # three groups of the exact size, one rank idle
-        ([150], 7, 0.0, 7, 150 / 7),  # one sequence and free transfers: the divisor, all ranks
         ([450, 450, 450, 450], 12, 0.0, 6, 150.0),  # two groups either way: of 6 ranks it is quicker than of 5
-        ([250, 250], 9, 20.0, 3, 250 / 3 + 20 * 250 * 2 / 3),  # a group of 4 would only send more
-        ([250] * 3, 11, 0.0, 11, 750 / 11),
         ([250] * 4, 11, 0.3, 4, 2 * (250 / 4 + 0.3 * 250 * 3 / 4)),  # two groups of 4; of three of 3 one has two
     ],
 )
 def test_static_takes_the_mesh_that_ends_first(tokens, ranks, ring_seconds, cp, seconds):
-    cost = plain_cost(linear_seconds=1.0, ring_seconds=ring_seconds)
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), cost, PlanOptions(planner="static"))
+    plan, _ = planned("static", tokens, ranks, 100, plain_cost(linear_seconds=1.0, ring_seconds=ring_seconds))
     assert {microbatch.pieces[0].degree for microbatch in plan.microbatches} == {cp}
     assert plan.notes["predicted_seconds"] == pytest.approx(seconds)
 
 
-def _static(tokens, context):
-    options = PlanOptions(planner="static", context_tokens=context)
-    return plan_step(tokens, Cluster(ranks=4, capacity_tokens=100), FOUR_TERMS, options)
-
-
-def test_static_packs_in_data_order_and_deals_in_turn() -> None:
-    pieces = [microbatch.pieces[0] for microbatch in _static([150, 60, 150, 40, 150], 200).microbatches]
-    assert [piece.sequences for piece in pieces] == [(0, 3), (1,), (2,), (4,)]
-    assert [piece.ranks for piece in pieces] == [(0, 1), (2, 3), (0, 1), (2, 3)]
-
-
-def test_static_mesh_and_packs_are_of_the_context() -> None:
-    """Also without long sequences. Eight would fill two of four ranks; packs of the context keep all of them busy."""
-    assert [microbatch.ranks for microbatch in _static([50, 60], 400).microbatches] == [(0, 1, 2, 3)]
-    packs = [microbatch.pieces[0] for microbatch in _static([25] * 8, 50).microbatches]
-    assert [pack.ranks for pack in packs] == [(0,), (1,), (2,), (3,)]
-    assert all(len(pack.sequences) == 2 for pack in packs)
-
-
 @pytest.mark.parametrize(
-    ("tokens", "context", "said"),
+    ("tokens", "context", "expected"),
     [
-        ([50, 150], 100, "sequence 1: expected at most context_tokens = 100 tokens; got 150"),
-        ([50, 150], 401, r"context_tokens: .*at most 400 tokens"),
-        ([50], 0, "context_tokens"),
+        ([150, 60, 150, 40, 150], 200, [([0, 1], (0, 3)), ([2, 3], (1,)), ([0, 1], (2,)), ([2, 3], (4,))]),
+        ([50, 60], 400, [([0, 1, 2, 3], (0, 1))]),  # the mesh is of the context, also without long sequences
+        ([25] * 8, 50, [([rank], (2 * rank, 2 * rank + 1)) for rank in range(4)]),  # and so are packs
     ],
 )
-def test_static_refuses_contexts_that_do_not_work(tokens, context, said):
-    with pytest.raises((ConfigError, PlanError), match=said):
-        _static(tokens, context)
-
-
-LINEAR = Cost(linear_seconds=1.0)
-RING = plain_cost(linear_seconds=1.0, ring_seconds=2.0)
-SOME_COSTS = (
-    LINEAR,
-    RING,
-    plain_cost(quadratic_seconds=1.0, linear_seconds=1000.0, fixed_seconds=77.0, ring_seconds=500.0, hop_seconds=3.0),
-    Cost(fixed_seconds=1.0),
-)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "cost", "degree", "seconds"),
-    [
-        ([100, 100, 100, 100], LINEAR, 1, 100.0),  # as quick as any other, and nothing travels
-        ([100, 100, 100], LINEAR, 4, 75.0),  # over all four ranks nobody is idle
-        ([100, 100, 100], RING, 1, 100.0),  # but transfers would cost 2 x 300 x 3 / 4 more
-        ([200, 100, 100], LINEAR, 2, 100.0),  # the longest needs two, so all are cut in two
-        ([400, 1], LINEAR, 4, 100.25),
-        ([201, 1], LINEAR, 4, 50.5),
-    ],
-)
-def test_single_degree_keeps_the_degree_that_ends_first(tokens, cost, degree, seconds):
-    plan = plan_step(tokens, Cluster(ranks=4, capacity_tokens=100), cost, PlanOptions(planner="single-degree"))
-    assert {microbatch.pieces[0].degree for microbatch in plan.microbatches} == {degree}
-    assert plan.notes["predicted_seconds"] == seconds
+def test_static_packs_in_data_order_and_deals_in_turn(tokens, context, expected):
+    _, pieces = planned("static", tokens, 4, 100, FOUR_TERMS, context_tokens=context)
+    assert [piece for (piece,) in pieces] == expected
 
 
 @given(
     tokens=st.lists(st.integers(1, 9) | st.integers(1, 500), min_size=1, max_size=30),
     ranks=st.sampled_from([5, 6, 7, 12, 13]),
-    cost=st.sampled_from(SOME_COSTS),
+    cost=st.sampled_from([LINEAR, FOUR_TERMS, plain_cost(linear_seconds=1.0, ring_seconds=2.0, hop_seconds=3.0)]),
 )
 def test_single_degree_is_the_best_of_all_degrees(tokens: list[int], ranks: int, cost: Cost) -> None:
     request = PlanRequest(tokens=tuple(tokens), cluster=Cluster(ranks=ranks, capacity_tokens=100), cost=cost)
@@ -133,62 +79,12 @@ def test_single_degree_is_the_best_of_all_degrees(tokens: list[int], ranks: int,
 
 
 @given(
-    lengths=st.lists(st.integers(1, 30) | st.integers(1, 700), min_size=1, max_size=30),
-    degree=st.integers(1, 30),
-    capacity=st.integers(1, 99),
-)
-def test_room_tokens_never_let_a_position_hold_too_much(lengths: list[int], degree: int, capacity: int) -> None:
-    lengths = [min(length, degree * capacity) for length in lengths]
-    room = room_tokens(np.array(lengths), degree).tolist()
-    assert all(length <= needed <= degree * capacity for length, needed in zip(lengths, room, strict=True))
-    pack: list[int] = []
-    left = degree * capacity
-    for length, needed in zip(lengths, room, strict=True):
-        if needed <= left:
-            pack.append(length)
-            left -= needed
-    assert held_tokens(pack, degree).max() <= capacity + (len(pack) if degree > 1 else 0)
-
-
-def test_single_degree_is_not_behind_the_static_mesh() -> None:
-    """Here the mesh of `static` is all 64 ranks, one of the degrees tried; like lengths alone end 2.5 % behind it."""
-    cost, cluster = (
-        analytic_cost(named_shape("llama-7b"), named_hardware("h100")),
-        Cluster(ranks=64, capacity_tokens=8192),
-    )
-    tokens = draw_lengths("github", 2**23, 0, longest_tokens=400_000)
-    static, single = (
-        plan_step(tokens, cluster, cost, PlanOptions(planner=name)).notes["predicted_seconds"]
-        for name in ("static", "single-degree")
-    )
-    assert single <= 1.002 * static
-
-
-@given(needed=st.lists(st.integers(1, 50), min_size=1, max_size=60))
-def test_each_sequence_goes_to_the_first_pack_with_room(needed: list[int]) -> None:
-    left: list[int] = []
-    packs: list[list[int]] = []
-    for i, room in enumerate(needed):
-        number = next((number for number, free in enumerate(left) if free >= room), len(left))
-        if number == len(left):
-            left.append(50)
-            packs.append([])
-        left[number] -= room
-        packs[number].append(i)
-    assert first_fit_packs(np.array(needed, dtype=np.int64), 50) == packs
-
-
-PACKED = PlanOptions(planner="packed-dp", layers=32)
-ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
-
-
-@given(
     tokens=st.lists(st.integers(1, 9) | st.integers(1, 100), min_size=1, max_size=30),
     ranks=st.sampled_from([1, 2, 3, 5, 8]),
     cost=st.sampled_from([FOUR_TERMS, ALL_TERMS]),
 )
 def test_packed_dp_cuts_nothing_and_ends_no_later_than_packs_in_data_order(tokens, ranks, cost):
-    plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=100), cost, PACKED)
+    plan, _ = planned("packed-dp", tokens, ranks, 100, cost, layers=32)
     check_plan(plan)
     assert {piece.degree for each in plan.microbatches for piece in each.pieces} == {1}
     loads = [0.0] * ranks
@@ -198,23 +94,119 @@ def test_packed_dp_cuts_nothing_and_ends_no_later_than_packs_in_data_order(token
     assert plan.notes["predicted_seconds"] <= max(loads) * (1 + 1e-12)
 
 
-def test_packed_dp_refuses_a_sequence_longer_than_a_rank_holds_and_says_what_to_change() -> None:
-    with pytest.raises(PlanError) as caught:
-        plan_step([5, 150, 101, 100], Cluster(ranks=3, capacity_tokens=100), FOUR_TERMS, PACKED)
-    told = str(caught.value)
-    assert "sequence 1: expected at most 100 tokens" in told
-    assert "got 150 tokens, and 1 more" in told
-    assert "capacity_tokens to 150" in told
-    assert "recompute" in told
-
-
-@pytest.mark.parametrize("length", [20_000, 40_000])
-def test_packed_dp_holds_more_than_the_capacity_with_offload(length: int) -> None:
-    """Longer than a rank's capacity, and then longer than that of all ranks."""
-    options = PlanOptions(planner="packed-dp", layers=32, offload="auto")
-    plan = plan_step([length, 700, 8000], Cluster(ranks=3, capacity_tokens=8192), ALL_TERMS, options)
+def test_packed_dp_holds_more_than_all_ranks_with_offload() -> None:
+    plan, _ = planned("packed-dp", [40_000, 700, 8000], 3, 8192, ALL_TERMS, layers=32, offload="auto")
     check_plan(plan)
     assert {each.pieces[0].degree for each in plan.microbatches} == {1}
     assert max(each.offload for each in plan.microbatches) > 0.5
-    with pytest.raises(PlanError, match="packed-dp cuts no sequence"):
-        plan_step([length, 700, 8000], Cluster(ranks=12, capacity_tokens=8192), ALL_TERMS, PACKED)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ranks", "buckets", "delta", "expected"),
+    [
+        # buckets [0], [1], [2, 3]: the ring of 3 fits on no lagging ranks, yet it is next, and opens a time step
+        ([40, 30, 20, 10], 5, 4, None, [([0, 1, 2, 3], (0,)), ([0, 1, 2], (1,)), ([3, 4], (2,)), ([0], (3,))]),
+        # one bucket: rank 4 lags, so the only sequence of one rank is taken before the longer ones
+        ([40, 30, 20, 10], 5, 1, None, [([0, 1, 2, 3], (0,)), ([4], (3,)), ([0, 1, 2], (1,)), ([3, 4], (2,))]),
+        # rank 2 lags by 1 s, unless delta is 0.2 of the ideal 18.3 s
+        ([20, 18, 9, 8], 3, 1, 0.0, [([0, 1], (0,)), ([2], (2,)), ([2], (3,)), ([0, 1], (1,))]),
+        ([20, 18, 9, 8], 3, 1, 0.2, [([0, 1], (0,)), ([2], (2,)), ([0, 1], (1,)), ([2], (3,))]),
+    ],
+)
+def test_bytescale_takes_the_first_bucket_and_in_it_what_fits_on_lagging_ranks(
+    monkeypatch, tokens, ranks, buckets, delta, expected
+):
+    monkeypatch.setattr(bytescale, "BUCKETS", (buckets,))
+    if delta is not None:
+        monkeypatch.setattr(bytescale, "DELTA", delta)
+    assert [piece for (piece,) in planned("bytescale", tokens, ranks, 10)[1]] == expected
+
+
+def test_bytescale_empties_a_bucket_or_takes_turns() -> None:
+    work = [bytescale.RingOrPack(degree=1, sequences=[i], seconds=1.0) for i in range(5)]
+    for strategy, order in (("dp-balance", [0, 1, 2, 3, 4]), ("pp-balance", [0, 2, 1, 3, 4])):
+        _, microbatches = bytescale.assign([work[:2], work[2:]], 5, 0.0, strategy)
+        assert [microbatch.pieces[0].sequences[0] for microbatch in microbatches] == order
+
+
+def test_bytescale_keeps_the_strategy_that_ends_first(monkeypatch) -> None:
+    tokens, took, both = draw_lengths("github", 2**21, 0, longest_tokens=100_000), {}, ("dp-balance", "pp-balance")
+    for tried in (both[:1], both[1:], both, both[::-1]):
+        monkeypatch.setattr(bytescale, "STRATEGIES", tried)
+        took[tried] = planned("bytescale", tokens, 24, 8192, ALL_TERMS)[0].notes["predicted_seconds"]
+    assert took[both] == took[both[::-1]] == min(took.values()) < max(took.values())
+
+
+def test_bytescale_naive_deals_long_ones_in_order_and_fills_rounds_with_packs() -> None:
+    plan, pieces = planned("bytescale-naive", [150, 60, 250, 40, 30, 70], 4, 100)
+    assert [piece for (piece,) in pieces] == [([0, 1], (0,)), ([2], (5, 4)), ([3], (1, 3)), ([0, 1, 2], (2,))]
+    assert plan.notes["predicted_seconds"] == pytest.approx(100 + 250 / 3)
+
+
+@pytest.mark.parametrize("planner", ["bytescale", "bytescale-naive"])
+@given(tokens=st.lists(st.integers(1, 900), min_size=1, max_size=40), ranks=st.sampled_from([9, 11, 12]))
+def test_bytescale_uses_the_fewest_ranks_and_the_naive_one_nearly_full_packs(planner, tokens, ranks):
+    pieces = [
+        piece for microbatch in planned(planner, tokens, ranks, 100)[0].microbatches for piece in microbatch.pieces
+    ]
+    held = [sum(tokens[i] for i in piece.sequences) for piece in pieces]
+    assert [piece.degree for piece in pieces] == [-(-each // 100) for each in held]
+    assert all(piece.degree == 1 or len(piece.sequences) == 1 for piece in pieces)
+    packs = [each for each in held if each <= 100]
+    assert planner == "bytescale" or all(a + b > 100 for a, b in pairwise(packs))  # or they would be one pack
+
+
+def test_power_of_two_is_what_megatron_core_0_16_plans() -> None:
+    """The two sub-batches that its `BalancedCPScheduler` returned for these lengths."""
+    assert planned("power-of-two", [20000, 512, 700, 60000, 900], 8, 8192)[1] == [
+        [(list(range(8)), (3,))],
+        [([0, 1, 2, 3], (0,)), ([4, 5], (4,)), ([6], (2,)), ([7], (1,))],
+    ]
+
+
+def test_power_of_two_sub_batches_wait_for_each_other() -> None:
+    """Ranks 0 and 1 are free at 7 s; sequence 3 could end there at 12, but the barrier holds it until 10."""
+    plan, pieces = planned("power-of-two", [14, 10, 10, 10, 2], 4, 10)
+    assert pieces == [[([0, 1], (0,))], [([2], (1,))], [([3], (2,))], [([0, 1], (3,)), ([2, 3], (4,))]]
+    assert plan.notes["predicted_seconds"] == 10 + 5
+    packs = [[([0], (0, 2))], [([0], (1, 3, 4))], [([0], (5,))]]
+    assert planned("power-of-two", [6, 5, 4, 3, 2, 1], 1, 10)[1] == packs
+
+
+def sub_batch(lengths, capacity, ranks):
+    array = np.array(lengths)
+    degrees = power_of_two_degrees(-(-array // capacity), ranks)
+    groups = next_sub_batch(range(len(lengths)), array, degrees, np.square(array.astype(float)) / degrees, ranks)
+    return [(group.degree, group.sequences) for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "expected"),
+    [
+        (
+            [14, 10, 10, 10, 10],
+            4,
+            [(2, [0]), (1, [1]), (1, [2])],
+        ),  # it ends when ranks are level after a smaller degree
+        ([10, 9, 7], 2, [(1, [0]), (1, [1])]),  # the third on top of the second would put the ranks further apart
+        ([10, 9, 4], 2, [(1, [0]), (1, [1, 2])]),
+        ([15, 5], 8, [(4, [0]), (4, [1])]),  # the narrowest gang is doubled while ranks have nothing
+        ([15, 5, 5], 7, [(2, [0]), (2, [1]), (2, [2])]),
+    ],
+)
+def test_power_of_two_levels_the_ranks_of_a_sub_batch(lengths, ranks, expected):
+    assert sub_batch(lengths, 10, ranks) == expected
+
+
+@given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=40), ranks=st.sampled_from([1, 2, 3, 5, 6, 7, 12, 97]))
+def test_power_of_two_sub_batches_give_every_rank_at_most_one_gang(lengths: list[int], ranks: int) -> None:
+    lengths = sorted((min(length, 10 * ranks) for length in lengths), reverse=True)
+    groups = sub_batch(lengths, 10, ranks)
+    degrees = power_of_two_degrees(-(-np.array(lengths) // 10), ranks)
+    taken = [i for _, sequences in groups for i in sequences]
+    assert len(taken) == len(set(taken)) > 0
+    assert sum(degree for degree, _ in groups) <= ranks
+    for degree, sequences in groups:
+        assert len({int(degrees[i]) for i in sequences}) == 1
+        assert degree >= degrees[sequences[0]]
+        assert degree == ranks or degree & (degree - 1) == 0

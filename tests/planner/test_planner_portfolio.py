@@ -1,28 +1,29 @@
-"""No other planner ends a step 1 % sooner than `lengthwise`, whatever costs and lengths are."""
-
-from __future__ import annotations
+"""The best of several plans: no other planner ends 1 % sooner, and offload and heads are chosen where they pay."""
 
 from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from testing.plans import planners_of
+from testing.plans import clip_for, make_plan, planners_of
 
-from lengthwise.core.plan import Plan
+from lengthwise.core.errors import PlanError
+from lengthwise.core.plan import RECOMPUTE_KINDS, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Choices, Cost, all_terms_cost, named_hardware, named_shape, plain_cost
-from lengthwise.planner import PlanOptions, plan_step, registry
-from lengthwise.planner.portfolio import Selection, is_worth_others, others_seconds
+from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
+from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, registry, score
+from lengthwise.planner.portfolio import split_heads
 from lengthwise.planner.problem.effort import FAR
-from lengthwise.planner.problem.request import PlanRequest
-from lengthwise.planner.problem.score import score
-from lengthwise.program import check_plan
+from lengthwise.program import check_plan, ring_order
 from lengthwise.program.ring_order import interval_microbatch
 from properties import costliest, costly
 
 LLAMA_7B, H100 = named_shape("llama-7b"), named_hardware("h100")
-COSTS = st.builds(
+COST = all_terms_cost(LLAMA_7B, H100)
+FULL_HEADS = all_terms_cost(replace(LLAMA_7B, kv_heads=32), H100)
+CHOICES = [(offload, heads) for offload in ("off", "auto") for heads in ("off", "auto")]
+SOONER = 1 + 1e-9
+SIMPLE = st.builds(
     plain_cost,
     quadratic_seconds=st.sampled_from([0.0, 1.0]),
     linear_seconds=st.sampled_from([100.0, 4096.0]),
@@ -31,53 +32,43 @@ COSTS = st.builds(
 )
 
 
+def planned(tokens: list[int], cluster: Cluster, cost: Cost, **options) -> Plan:
+    return plan_step(tokens, cluster, cost, PlanOptions(layers=LLAMA_7B.layers, **options))
+
+
+def seconds_of(plan: Plan) -> float:
+    return float(plan.notes["predicted_seconds"])
+
+
+def no_other_is_sooner(tokens, cluster, cost, **options):
+    """Check this of `lengthwise`, and that its plan is valid and above its bound; return the plan."""
+    plans = {name: planned(tokens, cluster, cost, planner=name, **options) for name in planners_of(tokens, cluster)}
+    seconds = {name: score(plan, cost).makespan_seconds for name, plan in plans.items()}
+    assert seconds["lengthwise"] <= min(seconds.values()) * FAR
+    check_plan(plans["lengthwise"])
+    assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * SOONER
+    return plans["lengthwise"]
+
+
 @costly
 @given(
     ranks=st.sampled_from([1, 2, 3, 5, 7, 12, 24]),
     capacity=st.sampled_from([1, 7, 64, 1000]),
     shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
-    cost=COSTS,
-)
-@example(24, 7, [0.3, 0.01] * 20, plain_cost(linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=3e4))
-def test_no_planner_ends_sooner(ranks: int, capacity: int, shares: list[float], cost: Cost) -> None:
-    tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
-    cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
-    seconds = {
-        name: score(plan_step(tokens, cluster, cost, PlanOptions(planner=name)), cost).makespan_seconds
-        for name in planners_of(tokens, cluster)
-    }
-    assert seconds["lengthwise"] <= min(seconds.values()) * FAR
-
-
-@costliest
-@given(
-    ranks=st.sampled_from([1, 2, 3, 5, 7]),
-    capacity=st.sampled_from([1, 7, 64, 1000]),
-    shares=st.lists(st.floats(0, 1), min_size=1, max_size=40),
-    stages=st.sampled_from([2, 3, 5]),
+    stages=st.sampled_from([1, 2, 3, 5]),
     virtual=st.sampled_from([1, 2, 3]),
-    cost=COSTS | st.none(),
-    mode=st.sampled_from(["free", "pipeline"]),
+    cost=SIMPLE,
 )
-@example(ranks=2, capacity=1, shares=[0.0] * 3, stages=4, virtual=3, cost=Cost(linear_seconds=1.0), mode="pipeline")
-def test_no_planner_ends_sooner_through_stages(ranks, capacity, shares, stages, virtual, cost, mode):
-    """Mode free has stages where its costs have them; the plan of mode free run through the stages is no sooner."""
+@example(24, 7, [0.3, 0.01] * 20, 1, 1, plain_cost(linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=3e4))
+@example(2, 1, [0.0] * 3, 4, 3, Cost(linear_seconds=1.0))
+def test_no_planner_ends_sooner(ranks, capacity, shares, stages, virtual, cost) -> None:
+    """Nor does the plan without stages, run through them."""
     tokens = [max(1, int(share**3 * ranks * capacity)) for share in shares]
     cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
-    options: dict[str, object] = {"mode": mode, "layers": 32}
-    if mode == "pipeline":
-        options |= {"stages": stages, "virtual": virtual}
-    priced = cost or all_terms_cost(LLAMA_7B, H100, stages=stages)
-    plans = {
-        name: plan_step(tokens, cluster, priced, PlanOptions(planner=name, **options))
-        for name in planners_of(tokens, cluster)
-    }
-    seconds = {name: score(plan, priced).makespan_seconds for name, plan in plans.items()}
-    if cost is not None:
-        free = plan_step(tokens, cluster, cost)
-        seconds["free"] = score(replace(plans["lengthwise"], microbatches=free.microbatches), cost).makespan_seconds
-    assert seconds["lengthwise"] <= min(seconds.values()) * FAR
-    assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
+    options = {"mode": "pipeline", "stages": stages, "virtual": virtual} if stages > 1 else {}
+    ours, free = no_other_is_sooner(tokens, cluster, cost, **options), planned(tokens, cluster, cost)
+    through = score(replace(ours, microbatches=free.microbatches), cost).makespan_seconds
+    assert seconds_of(ours) <= through * FAR
 
 
 @costliest
@@ -94,63 +85,9 @@ def test_no_planner_ends_sooner_through_stages(ranks, capacity, shares, stages, 
 def test_no_planner_ends_sooner_with_choices(ranks, shares, stages, mode, offload, heads, recompute):
     cost = all_terms_cost(LLAMA_7B, replace(H100, ranks_per_node=4), stages=stages)
     tokens = [max(1, int(share**3 * ranks * 8192 * (3 if offload == "auto" else 1))) for share in shares]
-    cluster = Cluster(ranks=ranks, capacity_tokens=8192)
-    options = {"layers": 32, "offload": offload, "heads": heads, "recompute": recompute}
+    options = {"offload": offload, "heads": heads, "recompute": recompute}
     options |= {"mode": mode, "stages": stages} if mode == "pipeline" else {}
-    plans = {
-        name: plan_step(tokens, cluster, cost, PlanOptions(planner=name, **options))
-        for name in planners_of(tokens, cluster)
-    }
-    check_plan(plans["lengthwise"])
-    seconds = {name: score(plan, cost).makespan_seconds for name, plan in plans.items()}
-    assert seconds["lengthwise"] <= min(seconds.values()) * FAR
-    assert plans["lengthwise"].notes["bound_seconds"] <= seconds["lengthwise"] * (1 + 1e-9)
-
-
-def _others_are_asked(request: PlanRequest, seconds: float) -> bool:
-    empty = Plan(ranks=1, layers=1, capacity=1, tokens=request.tokens, microbatches=())
-    selection = Selection(plan=empty, cost=request.cost, options=PlanOptions(), seconds=seconds)
-    return is_worth_others(request, selection)
-
-
-def test_other_planners_are_left_out_near_the_bound_for_large_steps_and_where_the_step_does_not_pay_for_them() -> None:
-    cluster, cost = Cluster(ranks=100, capacity_tokens=16_384), all_terms_cost(LLAMA_7B, H100)
-    small = PlanRequest(tokens=(9000,) * 400, cluster=cluster, cost=cost.choosing(Choices(splits_heads=True)))
-    far = small.bound_seconds * 1.011
-    assert _others_are_asked(small, far)
-    assert not _others_are_asked(small, min(small.bound_seconds, small.packed_bound_seconds) * 1.009)
-    assert not _others_are_asked(replace(small, tokens=(9000,) * 501), float("inf"))
-    counted = others_seconds(small)
-    for share, asked in ((1.01, True), (0.99, False)):
-        assert _others_are_asked(replace(small, planning_share=share * counted / small.bound_seconds), far) == asked
-    assert counted > others_seconds(replace(small, cost=cost))  # each piece has several prices
-    assert others_seconds(replace(small, tokens=(9000,) * 4000)) > 9 * counted
-
-
-@pytest.mark.parametrize(
-    ("planner", "stages", "count", "expected"),
-    [
-        ("watching", 1, 100, [False, True]),
-        ("watching", 1, 501, [True]),
-        ("static", 1, 20, [True]),
-        ("static", 2, 20, [False, True]),
-    ],
-)
-def test_rivals_choose_degrees_for_split_heads_and_on_small_steps_in_both_ways(
-    monkeypatch, planner, stages, count, expected
-):
-    """Those whose degrees memory decides, in pipelines only."""
-    asked = []
-
-    def watching(request):
-        asked.append(request.cost.choices.splits_heads)
-        return [interval_microbatch(0, 1, [i]) for i in range(len(request.tokens))]
-
-    monkeypatch.setitem(registry._BUILT_IN if planner == "static" else registry._registered, planner, watching)
-    cost, cluster = all_terms_cost(LLAMA_7B, H100, stages=stages), Cluster(ranks=100, capacity_tokens=100)
-    schedule = {"mode": "pipeline", "stages": stages} if stages > 1 else {}
-    plan_step([10] * count, cluster, cost, PlanOptions(planner=planner, heads="auto", **schedule))
-    assert asked == expected
+    no_other_is_sooner(tokens, Cluster(ranks=ranks, capacity_tokens=8192), cost, **options)
 
 
 def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence_are_at_their_bound() -> None:
@@ -158,14 +95,137 @@ def test_packs_cut_whole_are_tried_where_launches_cost_and_rings_of_one_sequence
     tokens, cluster = [100, 28, 31, 48, 19, 119, 68, 78, 3, 66], Cluster(ranks=2, capacity_tokens=64)
     cost = plain_cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=1e8, ring_seconds=4e3)
     single, ours = (
-        plan_step(tokens, cluster, cost, PlanOptions(planner=name)) for name in ("single-degree", "lengthwise")
+        seconds_of(planned(tokens, cluster, cost, planner=name)) for name in ("single-degree", "lengthwise")
     )
-    assert ours.notes["predicted_seconds"] <= single.notes["predicted_seconds"]
+    assert ours <= single
 
 
-def test_slots_of_small_pipelines_are_filled_whatever_an_ideal_one_takes() -> None:
-    """The ideal pipeline has the long sequence in its middle; with packs before it the plan ended 1 % sooner."""
-    tokens, cluster = [2, 1, 8192, 368, 30, 8, 730, 3], Cluster(ranks=8, capacity_tokens=1024)
-    cost = plain_cost(linear_seconds=1.0, fixed_seconds=1e6, ring_seconds=400.0)
-    plan = plan_step(tokens, cluster, cost, PlanOptions(mode="pipeline", stages=4))
-    assert plan.notes["predicted_seconds"] < 15.81e6
+@pytest.mark.parametrize(
+    ("planner", "count", "expected"),
+    [("watching", 100, [False, True]), ("watching", 501, [True]), ("static", 20, [True])],
+)
+def test_rivals_choose_degrees_for_split_heads_and_on_small_steps_in_both_ways(monkeypatch, planner, count, expected):
+    asked = []
+
+    def watching(request):
+        asked.append(request.cost.choices.splits_heads)
+        return [interval_microbatch(0, 1, [i]) for i in range(len(request.tokens))]
+
+    monkeypatch.setitem(registry._BUILT_IN if planner == "static" else registry._registered, planner, watching)
+    planned([10] * count, Cluster(ranks=100, capacity_tokens=100), COST, planner=planner, heads="auto")
+    assert asked == expected
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> tuple[list[int], Cluster]:
+    """Draw ugly lengths: one, two, about the capacity and twice it, primes of ranks, what fills all ranks."""
+    capacity = draw(st.sampled_from([29, 1000, 8192]))
+    cluster = Cluster(ranks=draw(st.sampled_from([1, 2, 3, 5, 8, 12, 24])), capacity_tokens=capacity)
+    ugly = st.sampled_from(
+        [1, 2, 7, capacity, capacity + 1, 2 * capacity - 1, 2 * capacity + 1, cluster.longest_tokens]
+    )
+    lengths = draw(st.lists(ugly | st.integers(1, 300) | st.integers(1, 60_000), min_size=1, max_size=9))
+    return [min(length, cluster.longest_tokens) for length in lengths], cluster
+
+
+@pytest.mark.parametrize("mode", ["free", "waves"])
+@costly
+@given(
+    recompute=st.sampled_from(RECOMPUTE_KINDS),
+    step=steps(),
+    cost=st.sampled_from((COST, FULL_HEADS, all_terms_cost(LLAMA_7B, replace(H100, host_bytes=3e11)))),
+    planner=st.sampled_from(PLANNERS),
+)
+def test_more_choice_gives_valid_plans_that_never_end_later(mode, recompute, step, cost, planner) -> None:
+    tokens, cluster = clip_for(planner, step[0], step[1].capacity_tokens), step[1]
+    took = {}
+    for offload, heads in CHOICES:
+        options = {"planner": "lengthwise" if mode == "waves" else planner, "mode": mode, "recompute": recompute}
+        plan = planned(tokens, cluster, cost, offload=offload, heads=heads, **options)
+        check_plan(plan)
+        assert seconds_of(plan) == score(plan, cost).makespan_seconds
+        assert plan.notes["bound_seconds"] <= seconds_of(plan) * SOONER
+        assert {microbatch.recompute for microbatch in plan.microbatches} == {recompute}
+        assert offload == "auto" or all(m.offload == 0 for m in plan.microbatches)
+        assert heads == "auto" or all(p.heads == 1 for m in plan.microbatches for p in m.pieces)
+        took[offload, heads] = seconds_of(plan)
+    for offload, heads in CHOICES:
+        assert took["auto", heads] <= took[offload, heads] * SOONER
+        assert took[offload, "auto"] <= took[offload, heads] * SOONER
+
+
+def test_offload_saves_rings_where_its_copies_hide_and_is_not_used_where_they_show() -> None:
+    """Eight of 240K tokens on eight ranks behind slow links: with offload each stays on one, and nothing travels."""
+    cost = replace(COST, ranks_per_node=1, far=replace(COST.far, bytes_per_second=2e9), host_bytes=1e13)
+    cluster = Cluster(ranks=8, capacity_tokens=32_768)
+    off, auto = (planned([240_000] * 8, cluster, cost, offload=offload) for offload in ("off", "auto"))
+    assert all(p.degree >= 7 and m.offload == 0 for m in off.microbatches for p in m.pieces)
+    assert all(p.degree == 1 and 0.8 < m.offload < 1 for m in auto.microbatches for p in m.pieces)
+    check_plan(auto)
+    assert auto.notes["bound_seconds"] <= seconds_of(auto) * SOONER
+    assert seconds_of(auto) < 0.4 * seconds_of(off)
+    slow = replace(COST, copy_bytes_per_second=1e9)
+    plan = planned([9000] * 16, Cluster(ranks=8, capacity_tokens=8192), slow, offload="auto")
+    assert all(m.offload == 0 for m in plan.microbatches)
+
+
+def test_a_sequence_that_only_offload_holds_is_planned_and_refused_without() -> None:
+    cluster = Cluster(ranks=2, capacity_tokens=8192)
+    for planner in CUTTING_PLANNERS:
+        plan = planned([90_000], cluster, COST, planner=planner, offload="auto")
+        check_plan(plan)
+        assert plan.microbatches[0].offload > 0.8
+    for cost, offload in ((COST, "off"), (replace(COST, host_bytes=1e9), "auto")):
+        with pytest.raises(PlanError, match="sequence 0 of 90000 tokens"):
+            planned([90_000], cluster, cost, offload=offload)
+
+
+def test_split_heads_are_chosen_with_the_degree() -> None:
+    """Alone on 14 ranks of two nodes: 13 ranks hold it, and cannot split heads; 14 can."""
+    cluster = Cluster(ranks=14, capacity_tokens=8192)
+    off, auto = (planned([13 * 8192], cluster, FULL_HEADS, heads=heads) for heads in ("off", "auto"))
+    assert auto.requires == ("heads",)
+    assert auto.microbatches[0].pieces[0].heads > 1
+    assert seconds_of(auto) < 0.95 * seconds_of(off)
+
+
+@pytest.mark.parametrize(("first", "expected"), [(0, 8), (4, 4), (6, 2), (5, 1)])
+def test_heads_are_split_where_groups_stay_in_a_node(first: int, expected: int) -> None:
+    """Nodes are of eight ranks: groups of eight stay in them from 0 on, of four from 4 on, of two from 6 on."""
+    plan = make_plan(32, (80_000,), [Piece(ranks=ring_order(first, 16), sequences=(0,))], layers=32)
+    fast_inside = replace(
+        FULL_HEADS,
+        near=replace(FULL_HEADS.near, bytes_per_second=1e13),
+        far=replace(FULL_HEADS.far, bytes_per_second=2e10),
+        exchange_bytes=40 * FULL_HEADS.exchange_bytes,
+    )
+    assert split_heads(plan, fast_inside).microbatches[0].pieces[0].heads == expected
+
+
+@pytest.mark.parametrize("asked", [2, "8", 5])
+def test_heads_of_a_number_split_every_ring_where_the_number_divides(asked) -> None:
+    number, cluster = int(str(asked)), Cluster(ranks=24, capacity_tokens=8192)
+    plan = planned([90_000, 40_000, 30_000, 20_000, 500], cluster, FULL_HEADS, heads=asked)
+    check_plan(plan)
+    assert plan.notes["bound_seconds"] <= seconds_of(plan) * SOONER
+    rings = [piece for m in plan.microbatches for piece in m.pieces if piece.degree > 1]
+    for piece in rings:
+        fits = piece.degree % number == 0 and FULL_HEADS.heads % number == 0
+        assert piece.heads == (number if fits else 1)
+        assert piece.ranks == ring_order(min(piece.ranks), piece.degree, piece.heads)
+    assert any(piece.heads > 1 for piece in rings) == (number != 5)
+
+
+def test_the_bound_holds_for_heads_split_in_groups_of_a_number() -> None:
+    plan = planned([100_000], Cluster(ranks=16, capacity_tokens=8192), FULL_HEADS, heads=4)
+    assert plan.requires == ("heads",)
+    assert plan.notes["bound_seconds"] <= seconds_of(plan) * SOONER
+
+
+def test_a_ring_over_a_border_more_than_it_need_be_is_priced_so() -> None:
+    hardware = replace(H100, ranks_per_node=4, node_uplink_bytes_per_second=H100.link_bytes_per_second)
+    cost, degree, lengths = all_terms_cost(replace(LLAMA_7B, kv_heads=32), hardware), 7, [40_000]
+    crossing = cost.piece_seconds(lengths, degree, ranks=ring_order(3, degree))  # a node between passes two messages on
+    assert crossing == pytest.approx(replace(cost, crosses_node=True).piece_seconds(lengths, degree), rel=1e-12)
+    assert crossing > 1.5 * cost.piece_seconds(lengths, degree)
+    assert cost.piece_seconds(lengths, degree, ranks=ring_order(4, degree)) == cost.piece_seconds(lengths, degree)

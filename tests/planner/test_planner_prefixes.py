@@ -1,7 +1,5 @@
 """Prefixes that rows share: found, made into trees, priced, and planned where that pays."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,9 +10,8 @@ from lengthwise.core.held import fullest_tokens
 from lengthwise.core.plan import Piece
 from lengthwise.core.prefixes import LEAST_SHARED_TOKENS, SharedPrefixes, shared_prefixes
 from lengthwise.cost import plain_cost
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, score
+from lengthwise.planner import PlanOptions, score
 from lengthwise.planner.prefixes import plan_shared
-from lengthwise.planner.service import step_planning
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.simulator.clocks import simulate_plan
 
@@ -23,6 +20,14 @@ COST = plain_cost(linear_seconds=1e-4, quadratic_seconds=1e-9)
 
 def alone(lengths, _cost):
     return make_plan(1, lengths, [Piece(ranks=(0,), sequences=(i,)) for i in range(len(lengths))])
+
+
+def planned(lengths, starts, capacity, ranks=1, **cost):
+    """Plan rows with these first tokens, or what they share."""
+    shared = starts if isinstance(starts, SharedPrefixes) else shared_prefixes(starts, lengths)
+    cost = plain_cost(**{"linear_seconds": 1e-4, **cost})
+    planning = StepPlanning(ranks=ranks, cost=cost, capacities={"none": capacity}, options=PlanOptions())
+    return planning.plan(lengths, shared)
 
 
 def starts_of(prompts):
@@ -87,11 +92,7 @@ def test_a_tree_costs_its_own_pairs_beside_a_row_of_its_length():
 @pytest.mark.parametrize(("prompt", "pays"), [(100, False), (1000, True)])
 def test_prefixes_are_shared_where_that_saves_more_than_a_twentieth(prompt, pays):
     """Linear work alone: 7 of 8 prompts before answers of 2,000 tokens are 4 % of it, or 29 %."""
-    lengths = [prompt + 2000] * 8
-    starts = [np.zeros(prompt - 1, dtype=np.int32)] * 8
-    linear = plain_cost(linear_seconds=1e-4)
-    planning = StepPlanning(ranks=1, cost=linear, capacities={"none": 40_000}, options=PlanOptions())
-    plan = planning.plan(lengths, shared_prefixes(starts, lengths))
+    plan = planned([prompt + 2000] * 8, [np.zeros(prompt - 1, dtype=np.int32)] * 8, 40_000)
     assert bool(plan.parents) == pays
     if pays:
         assert plan.notes["seconds_apart"] == pytest.approx(8 * 3000e-4)
@@ -99,65 +100,30 @@ def test_prefixes_are_shared_where_that_saves_more_than_a_twentieth(prompt, pays
 
 
 def test_a_group_is_cut_where_a_tree_would_hold_up_the_other_ranks():
-    lengths = [3000] * 8
-    starts = [np.zeros(999, dtype=np.int32)] * 8
-    planning = StepPlanning(
-        ranks=4,
-        cost=plain_cost(linear_seconds=1e-4, ring_seconds=1.0),
-        capacities={"none": 40_000},
-        options=PlanOptions(),
-    )
-    plan = planning.plan(lengths, shared_prefixes(starts, lengths))
+    plan = planned([3000] * 8, [np.zeros(999, dtype=np.int32)] * 8, 40_000, ranks=4, ring_seconds=1.0)
     assert plan.parents.count(None) == 4, "two rows a tree"
     assert all(piece.degree == 1 for microbatch in plan.microbatches for piece in microbatch.pieces)
 
 
 def test_a_prompt_is_computed_once_in_a_group_that_no_rank_holds():
     """2,000 tokens before four answers of 500: a tree of 4,000 tokens over four ranks in place of 10,000."""
-    planning = StepPlanning(
-        ranks=4, cost=plain_cost(linear_seconds=1.0), capacities={"none": 1010}, options=PlanOptions()
-    )
-    plan = planning.plan([2500] * 4, SharedPrefixes(order=(0, 1, 2, 3), common=(0, 2000, 2000, 2000)))
+    shared = SharedPrefixes(order=(0, 1, 2, 3), common=(0, 2000, 2000, 2000))
+    plan = planned([2500] * 4, shared, 1010, ranks=4, linear_seconds=1.0)
     assert plan.tokens == (500,) * 4 + (2000,)
     assert plan.notes["predicted_seconds"] == pytest.approx(1000, rel=0.01)
     assert plan.notes["seconds_apart"] == pytest.approx(2500, rel=0.01)
 
 
-def test_each_size_of_trees_has_time_to_be_planned(monkeypatch):
-    """A plan in a twentieth of the time may take longer than whole rows where one in full saves much."""
-    plan_in_full = step_planning.plan_recomputed
-
-    def hurried(tokens, ranks, cost, kinds, options):
-        plan = plan_in_full(tokens, ranks, cost, kinds, options)
-        slower = 1.0 if options.planning_share > PLANNING_SHARE / 20 else 1.5
-        return replace(plan, notes={**plan.notes, "predicted_seconds": slower * plan.notes["predicted_seconds"]})
-
-    monkeypatch.setattr(step_planning, "plan_recomputed", hurried)
-    planning = StepPlanning(
-        ranks=4, cost=plain_cost(linear_seconds=1e-4), capacities={"none": 8000}, options=PlanOptions()
-    )
-    plan = planning.plan([3000] * 8, shared_prefixes([np.zeros(999, dtype=np.int32)] * 8, [3000] * 8))
-    assert plan.notes["predicted_seconds"] < 0.9 * plan.notes["seconds_apart"]
-
-
 def test_full_trees_of_one_length_and_other_shapes_leave_room_for_the_lengths_that_tell_them_apart():
     """Two groups of 100 tokens, the capacity: one of them is known as 101 tokens."""
-    lengths = [70, 70, 80, 60]
     starts = [np.full(40, group, dtype=np.int32) for group in (0, 0, 1, 1)]
-    planning = StepPlanning(
-        ranks=1, cost=plain_cost(linear_seconds=1e-4), capacities={"none": 100}, options=PlanOptions()
-    )
-    plan = planning.plan(lengths, shared_prefixes(starts, lengths))
-    assert plan.parents
+    assert planned([70, 70, 80, 60], starts, 100).parents
 
 
 def test_no_rank_holds_all_short_ends_of_a_ring_beyond_the_capacity():
     """Answers of one token lie on one position of a ring, which has packs beside it."""
-    lengths = [81] * 300 + [400] * 2
     starts = [np.zeros(80, dtype=np.int32)] * 300 + [np.ones(1, dtype=np.int32)] * 2
-    cost = plain_cost(linear_seconds=1e-4, fixed_seconds=0.3)
-    planning = StepPlanning(ranks=2, cost=cost, capacities={"none": 600}, options=PlanOptions())
-    plan = planning.plan(lengths, shared_prefixes(starts, lengths))
+    plan = planned([81] * 300 + [400] * 2, starts, 600, ranks=2, fixed_seconds=0.3)
     assert plan.parents
     assert max(fullest_tokens(plan, each) for each in plan.microbatches) < 1.02 * 600
 
@@ -167,9 +133,7 @@ def test_prefixes_in_prefixes_that_differ_by_a_few_tokens_make_trees_that_fit():
     starts = [np.array([0] * (40 + number) + [number + 1], dtype=np.int32) for number in range(12)]
     lengths = [len(start) + 2 for start in starts]
     shared = shared_prefixes(starts, lengths)
-    planning = StepPlanning(ranks=1, cost=COST, capacities={"none": 90}, options=PlanOptions())
-    plan = planning.plan(lengths, shared)
-    assert plan.parents
+    assert planned(lengths, shared, 90, quadratic_seconds=1e-9).parents
     for most in range(60, 140):
         found = plan_shared(lengths, shared, most, COST, alone)
         assert found is not None

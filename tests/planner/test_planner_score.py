@@ -1,15 +1,85 @@
-"""The independent score: the clock of every rank, by hand, and what plans ask for under costs with all terms."""
+"""The score of plans: the clock of every rank by hand, and as the judge of benchmarks, which shares no code, has it."""
 
+import json
+import random
 from dataclasses import replace
 
 import pytest
-from testing.plans import make_plan
+from hypothesis import given
+from hypothesis import strategies as st
+from testing.plans import draw_lengths, make_plan, random_plan
 
-from lengthwise.core.errors import PlanError
-from lengthwise.core.plan import Piece
-from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape
+from judge import Coefficients, broken_rules, judge
+from lengthwise.core.errors import LengthwiseError, PlanError
+from lengthwise.core.plan import Piece, Plan
+from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.planner import score
-from lengthwise.program import ring_order
+from lengthwise.program import check_plan, ring_order
+
+FOUR = st.tuples(
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([1.0, 40.0]),
+    st.sampled_from([0.0, 100.0, 3000.0]),
+    st.sampled_from([0.0, 9.0, 200.0]),
+)
+
+
+def _costs(four: tuple[float, float, float, float]) -> tuple[Cost, Coefficients]:
+    q, linear, g, c = four
+    return (
+        plain_cost(quadratic_seconds=q, linear_seconds=linear, fixed_seconds=g, ring_seconds=c),
+        Coefficients(quadratic=q, linear=linear, fixed=g, ring=c),
+    )
+
+
+def _file(plan: Plan) -> dict:
+    return json.loads(plan.to_json())
+
+
+def test_judge_times_a_plan_by_hand() -> None:
+    plan = {
+        "ranks": 3,
+        "capacity": 100,
+        "tokens": [5, 40, 7, 6],
+        "schedule": {"kind": "free"},
+        "microbatches": [
+            {"ranks": [0], "sequences": [0]},
+            {"pieces": [{"ranks": [0, 1], "sequences": [1]}, {"ranks": [1], "sequences": [3]}]},
+            {"ranks": [2], "sequences": [2]},
+        ],
+    }
+    cost = Coefficients(quadratic=1.0, linear=2.0, fixed=10.0, ring=60.0)
+    first, ring, beside = 10 + 25 + 10, (1600 + 80) / 2 + (60 * 40 - 1600) / 2, 36 + 12
+    assert judge(plan, cost) == first + 10 + ring + beside
+    plan["schedule"]["kind"] = "waves"
+    assert judge(plan, cost) == first + 10 + ring + beside + (10 + 49 + 14)
+
+
+@given(seed=st.integers(0, 10**6), ranks=st.sampled_from([1, 2, 3, 5, 7]), four=FOUR, waves=st.booleans())
+def test_judge_agrees_with_score_on_plans_that_no_planner_makes(seed, ranks, four, waves):
+    choose = random.Random(seed)
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, choose.randint(1, 9)), shares=False)
+    plan = Plan.from_json(plan.to_json().replace('"kind": "free"', '"kind": "waves"')) if waves else plan
+    cost, coefficients = _costs(four)
+    assert judge(_file(plan), coefficients) == pytest.approx(score(plan, cost).makespan_seconds, rel=1e-12)
+
+
+@given(seed=st.integers(0, 10**6), ranks=st.sampled_from([1, 2, 3, 5, 7]), capacity=st.integers(1, 60))
+def test_judge_and_check_plan_refuse_the_same_plans(seed: int, ranks: int, capacity: int) -> None:
+    choose = random.Random(seed)
+    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, choose.randint(1, 9)), shares=False)
+    raw = {**_file(plan), "capacity": capacity}
+    if choose.random() < 0.3:
+        raw["microbatches"].pop(choose.randrange(len(raw["microbatches"])))
+    if choose.random() < 0.3:
+        raw["microbatches"].append({"ranks": [choose.randint(0, ranks)], "sequences": [0]})
+    try:
+        check_plan(Plan.from_json(json.dumps(raw)))
+        refused = False
+    except LengthwiseError:
+        refused = True
+    assert refused == any(True for _ in broken_rules(raw))
+
 
 COST = Cost(linear_seconds=1.0, fixed_seconds=10.0)
 ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
@@ -40,23 +110,25 @@ def test_score_starts_a_ring_when_its_last_rank_is_free_and_counts_idle_ranks():
     assert score(make_plan(4, (5,), [ring([0], 0)]), COST).idle_ratio == 0.75
 
 
-def test_score_keeps_a_rank_busy_for_the_sum_of_its_pieces_and_one_launch():
+def test_score_counts_one_launch_beside_all_pieces_and_waves_wait_for_every_rank():
     plan = make_plan(2, (40, 7), [[ring([0, 1], 0), ring([1], 1)]])
     assert score(plan, COST).busy_seconds == (30, 37)
-
-
-def test_score_of_waves_waits_for_every_rank():
     waves = replace(make_plan(3, (5, 50), [ring([0], 0), ring([1], 1)]), schedule={"kind": "waves"})
     assert score(waves, COST).makespan_seconds == 15 + 60
 
 
 @pytest.mark.parametrize(
-    ("feature", "piece", "offload"),
-    [("offload", {}, 0.5), ("heads", {"heads": 2}, 0.0)],
+    ("said", "piece", "offload", "speeds"),
+    [
+        ("offload", {}, 0.5, None),
+        ("heads", {"heads": 2}, 0.0, None),
+        *(("speeds", {}, 0.0, note) for note in ([[1, 1.0]], [[2, 0]], "fast", [[2, 1.0, 2]], {})),
+    ],
 )
-def test_score_refuses_what_its_costs_do_not_tell(feature, piece, offload):
+def test_score_refuses_what_its_costs_do_not_tell_and_what_are_no_speeds(said, piece, offload, speeds):
     plan = changed(make_plan(2, (20,), [ring([0, 1], 0, **piece)], layers=4), offload=offload)
-    with pytest.raises(PlanError, match=feature):
+    plan = plan if speeds is None else replace(plan, notes={"speeds": speeds})
+    with pytest.raises(PlanError, match=said):
         score(plan, COST)
 
 
@@ -72,18 +144,6 @@ def test_score_of_a_pipeline_runs_its_stages():
     for virtual, fill in ((1, 3.0), (2, 1.5)):
         assert score(piped(equal, 4, virtual), staged).makespan_seconds == pytest.approx(alone * (4 + fill))
     assert score(equal, staged).makespan_seconds == pytest.approx(alone * (4 + 3)), "stages of the costs fill, too"
-
-
-def test_score_of_a_pipeline_depends_on_the_order_of_unequal_microbatches():
-    """Of 60, 40 and 20 seconds in two stages, falling or rising, F and B are 1 and 2 of 3 parts."""
-    ends = {
-        tokens: score(piped(make_plan(1, tokens, [ring([0], i) for i in range(3)]), 2), COST).makespan_seconds
-        for tokens in ((50, 30, 10), (10, 30, 50), (30, 10, 50))
-    }
-    # stage 1: F and B of 60 from 20 to 80; stage 0: B of 60 until 120, F of 20, B of 40 until 153.3, B of 20
-    assert ends[50, 30, 10] == pytest.approx(20 + 60 + 40 + 20 / 3 + 80 / 3 + 40 / 3)
-    assert ends[10, 30, 50] == pytest.approx(20 / 3 + 20 + 40 + 60 + 40)
-    assert ends[30, 10, 50] > 166
 
 
 def test_score_prices_where_a_ring_is():

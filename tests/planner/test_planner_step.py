@@ -3,23 +3,17 @@
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from testing.plans import make_plan
 
 from lengthwise.core.errors import LengthwiseError, Problems
-from lengthwise.core.plan import Piece
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, analytic_cost, named_hardware, named_shape, plain_cost
+from lengthwise.cost import Cost, all_terms_cost, analytic_cost, named_hardware, named_shape, plain_cost
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import CUTTING_PLANNERS, PlanOptions, plan_step
-from lengthwise.planner.problem.bounds import has_lone_rings
 from lengthwise.program import check_plan
-from tiers import more
 
 COMPUTE = Cost(quadratic_seconds=1.0, linear_seconds=32768.0, version="compute only")
 ALL_TERMS = plain_cost(
@@ -31,8 +25,6 @@ PUBLISHED = {"ranks": 64, "capacity": 8192, "tokens": 2**23, "longest": 400_000}
 WIDE = {"recipe": "byted", "ranks": 64, "capacity": 16384, "tokens": 16_000_000, "longest": 400_000}
 NEAR = {
     "github": ({"recipe": "github", **PUBLISHED}, COMPUTE, 1.002),
-    "byted": ({"recipe": "byted", **PUBLISHED}, COMPUTE, 1.002),
-    "github, all terms": ({"recipe": "github", **PUBLISHED}, ALL_TERMS, 1.01),
     "byted, all terms": ({"recipe": "byted", **PUBLISHED}, ALL_TERMS, 1.01),
     # Clipped to 400K tokens a dozen sequences need 25 of 64 ranks each; once 1.08 to 1.18, and bytescale ahead.
     "many wide rings": (WIDE, LLAMA_7B, 1.002),
@@ -53,14 +45,7 @@ NEAR = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("step", "cost", "limit"),
-    [
-        *NEAR.values(),
-        *(more({**PUBLISHED, "recipe": recipe}, ALL_TERMS, 1.01) for recipe in ("prolong", "wikipedia")),
-        *(more({**WIDE, "seed": seed}, LLAMA_7B, 1.002) for seed in (1, 2)),
-    ],
-)
+@pytest.mark.parametrize(("step", "cost", "limit"), NEAR.values(), ids=NEAR)
 def test_plan_step_ends_near_the_bound(step, cost, limit):
     tokens = step["tokens"]
     if "recipe" in step:
@@ -81,56 +66,78 @@ def test_plan_step_beats_the_static_mesh_by_far_on_a_long_tail() -> None:
     assert min(took, key=lambda name: took[name]) == "lengthwise"
 
 
-def test_plan_step_does_not_call_a_ring_lone_that_only_rounding_holds() -> None:
-    """A ring of 2 over 22 tokens at a capacity of 10 is valid, and below the bound for degrees of s / capacity."""
-    pieces = [Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(2,), sequences=(1,))]
-    plan = replace(make_plan(3, (22, 10), pieces), capacity=10)
-    check_plan(plan)
-    assert not has_lone_rings(plan)
-
-
-def test_plan_step_is_the_same_in_another_process() -> None:
+def test_plan_step_is_the_same_in_another_process(capsys) -> None:
     script = (
         "from lengthwise.core.shape import Cluster; from lengthwise.cost import plain_cost;"
         "from lengthwise.data.recipes import draw_lengths; from lengthwise.planner import PlanOptions, plan_step;"
         "cost = plain_cost(quadratic_seconds=1.0, linear_seconds=32768.0, fixed_seconds=2e7, ring_seconds=4e3);"
         "cluster = Cluster(ranks=13, capacity_tokens=8192);"
         "from lengthwise.planner import CUTTING_PLANNERS;"
-        "plans = [plan_step(draw_lengths(r, 2**18, 5, 100_000), cluster, cost, PlanOptions(planner=name))"
-        " for r in ('github', 'byted') for name in CUTTING_PLANNERS];"
+        "plans = [plan_step(draw_lengths('byted', 2**18, 5, 100_000), cluster, cost, PlanOptions(planner=name))"
+        " for name in CUTTING_PLANNERS];"
         "from lengthwise.cost import all_terms_cost, named_hardware, named_shape;"
         "links = all_terms_cost(named_shape('llama-7b'), named_hardware('h100'));"
         "chosen = PlanOptions(layers=32, offload='auto', heads='auto');"
         "plans += [plan_step([90000, 9000, 700], cluster, links, chosen)];"
         "print(*[plan.digest() for plan in plans])"
     )
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert told[0] == told[1]
-    assert len(told[0].split()) == 2 * len(CUTTING_PLANNERS) + 1
+    exec(script, {})
+    environment = {**os.environ, "PYTHONHASHSEED": "1"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == capsys.readouterr().out
+    assert len(done.stdout.split()) == len(CUTTING_PLANNERS) + 1
+
+
+H100 = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+STAGED = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=2)
+PIPELINE, STATIC = {"mode": "pipeline", "layers": 4}, {"planner": "static"}
 
 
 @pytest.mark.parametrize(
     ("tokens", "options", "said"),
     [
         ([5, 70, 6], {}, "(?s)sequence 1 of 70 tokens.*4 ranks at this capacity.*a capacity of 24 at these ranks"),
-        ([99] * 7, {"planner": "static"}, r"7 sequences: .*sequence 4 of 99 tokens \(needs[^)]*\) and 2 more"),
-        ([5], {"planner": "lengthwize"}, "Did you mean `lengthwise`"),
+        ([99] * 7, STATIC, r"7 sequences: .*sequence 4 of 99 tokens \(needs[^)]*\) and 2 more"),
         ([], {}, "at least one sequence"),
-        *(([5, value], {}, "sequence 1") for value in (0, True, 2.0, float("nan"), "7", None)),
+        *(([5, value], {}, "sequence 1") for value in (0, True, 2.0, None)),
+        ([5], {"planner": "lengthwize"}, "Did you mean `lengthwise`"),
+        ([5, 30], {**STATIC, "context_tokens": 20}, "sequence 1: .*context_tokens = 20 tokens; got 30"),
+        ([5], {**STATIC, "context_tokens": 61}, "context_tokens: .*at most 60"),
+        ([5, 30, 21], {"planner": "packed-dp"}, "(?s)sequence 1: .*got 30 tokens, and 1 more.*capacity_tokens to 30"),
+        ([5], {"mode": "wave"}, "Did you mean `waves`"),
+        ([5], {**STATIC, "mode": "waves"}, "free, all that planner static plans; got waves"),
+        ([5], PIPELINE, "stages: expected a number in mode pipeline"),
+        ([5], {**PIPELINE, "stages": 0}, "stages: expected a whole number of at least 1"),
+        ([5], {**PIPELINE, "stages": 2, "virtual": 0}, "virtual: expected a whole number of at least 1"),
+        ([5], {**PIPELINE, "stages": 3, "virtual": 2}, "at most the 4 layers; got 3 x 2"),
+        ([5], {**PIPELINE, "stages": 4, "cost": STAGED}, "expected 2, as in the costs; got 4"),
+        ([5], {"stages": 2, "virtual": 2}, "(?s)stages: expected nothing in mode free.*virtual: "),
+        ([5], {"speeds": [1.0, 1.0]}, "speeds: expected 3, one per rank; got 2"),
+        *(([5], {"speeds": [1.0, bad, 1.0]}, "rank 1: expected a number") for bad in (0, float("nan"), "fast", True)),
+        ([5], {"speeds": [1, 0.5, 1], "mode": "waves"}, "speeds: expected all 1 in mode waves"),
+        *(([5], {"planning_share": share}, "planning_share") for share in (-1, float("nan"))),
+        ([5], {"layers": 32, "offload": "auto", "cost": COMPUTE}, "offload: expected off, with these costs"),
+        ([5], {"layers": 32, "heads": "auto", "cost": COMPUTE}, "heads: expected off, with these costs"),
+        ([5], {"layers": 32, "offload": "on"}, "offload.*on"),
+        *(([5], {"layers": 32, "heads": asked}, "heads") for asked in (0, 1.5, "on", True)),
+        ([5], {"offload": "auto"}, r"layers: expected those of the model, at least 32.* Set layers\."),
+        (None, {}, "tokens: expected lengths of sequences; got None"),
+        ({5: 1, 9: 1}, {}, "tokens: expected lengths of sequences; got {5: 1, 9: 1}"),
     ],
+    ids=str,
 )
 def test_plan_step_refuses(tokens, options, said):
+    options = dict(options)
+    cost = options.pop("cost", H100)
     with pytest.raises(LengthwiseError, match=said):
-        plan_step(tokens, Cluster(ranks=3, capacity_tokens=20), COMPUTE, PlanOptions(**options))
+        plan_step(tokens, CLUSTER, cost, PlanOptions(**options))
+
+
+def test_plan_step_names_arguments_of_another_kind_all_at_once() -> None:
+    with pytest.raises(
+        LengthwiseError, match=r"(?s)cluster: expected a Cluster; got Cost.*cost: expected a Cost; got Cl"
+    ):
+        plan_step([5, 9], COMPUTE, CLUSTER)
 
 
 def test_plan_step_takes_whole_numbers_of_numpy() -> None:
@@ -151,26 +158,6 @@ def test_plan_step_tells_all_wrong_options_at_once() -> None:
     wheres = ("planner", "mode", "recompute", "layers", "context_tokens", "offload", "heads", "speeds", "stages")
     told = str(caught.value).splitlines()
     assert all(any(line.startswith(f"error[config] {where}:") for line in told) for where in wheres)
-
-
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ({"tokens": None}, ["tokens: expected lengths of sequences; got None"]),
-        ({"tokens": {5: 1, 9: 1}}, ["tokens: expected lengths of sequences; got {5: 1, 9: 1}"]),
-        ({"options": {"layers": 2}}, ["options: expected PlanOptions; got {'layers': 2}"]),
-        (
-            {"cluster": COMPUTE, "cost": CLUSTER},
-            ["cluster: expected a Cluster; got Cost", "cost: expected a Cost; got Cl"],
-        ),
-    ],
-)
-def test_plan_step_names_arguments_of_another_kind_all_at_once(given: dict[str, Any], told: list[str]) -> None:
-    with pytest.raises(LengthwiseError) as caught:
-        plan_step(**{"tokens": [5, 9], "cluster": CLUSTER, "cost": COMPUTE, **given})
-    lines = str(caught.value).splitlines()
-    assert len(lines) == len(told)
-    assert all(expected in line for expected, line in zip(told, lines, strict=True))
 
 
 MIXED = [300, 120, 90, 55, 10, 7, 1, 1, 99, 230, 101]

@@ -29,10 +29,6 @@ def _plan(**changes: Any) -> Plan:
     return Plan.from_json(json.dumps({**raw, **changes}))
 
 
-def test_check_plan_accepts_a_sound_plan() -> None:
-    check_plan(_plan())
-
-
 @pytest.mark.parametrize(
     ("rows", "told"),
     [
@@ -41,7 +37,6 @@ def test_check_plan_accepts_a_sound_plan() -> None:
         ([{"ranks": [0, 1, 2], "sequences": [9]}], "microbatch 0, piece 0: .*got sequence 9"),
         ([{"ranks": [], "sequences": [0]}], "microbatch 0, piece 0: expected at least one rank"),
         ([{"ranks": [0], "sequences": []}], "microbatch 0, piece 0: expected at least one sequence"),
-        ([{"ranks": [0, 1], "sequences": [0]}], "microbatch 0, rank 0: expected at most 100 .*got 126|got 12"),
         ([{"ranks": [0, 1, 2], "sequences": [0]}], "sequence 1 of 60 tokens: .*got in 0 places"),
         ([{"ranks": [0], "sequences": [3, 3]}], "sequence 3 of 10 tokens: .*got in 2 places"),
         ([{"ranks": [0, 1, 2], "sequences": [0], "heads": 2}], "heads that divide the 3 ranks"),

@@ -13,7 +13,6 @@ from testing.plans import with_branches
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, lower_plan
 from program.following import covered_pairs, expected_pairs, follow_rounds
-from tiers import more
 
 RANDOM = st.randoms(use_true_random=False)
 
@@ -49,13 +48,13 @@ def test_lowering_covers_each_visible_pair_once_under_any_shares(length, shares)
     follow_rounds(plan)
 
 
-@pytest.mark.parametrize("window", [1, 128, 129, more(200), 311, 512])
+@pytest.mark.parametrize("window", [1, 129])
 def test_windowed_lowering_tiles_long_documents(window):
     plan = make_plan(2, [312, 200], [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(1, 0), sequences=(1,))])
     assert covered_pairs(plan, window) == expected_pairs(plan, window)
 
 
-@pytest.mark.parametrize(("tokens", "window"), [((80, 3, 2, 1), 2), ((80, 3, 2, 1), 9), ((17, 12, 9, 5), 14)])
+@pytest.mark.parametrize(("tokens", "window"), [((80, 3, 2, 1), 2), ((17, 12, 9, 5), 14)])
 def test_windows_reach_from_sequence_to_sequence(tokens, window):
     """Two sequences continue one that continues another, in a ring; the first have fewer tokens than it has chunks."""
     ring = Piece(ranks=(0, 2, 3, 1), sequences=(0, 1, 2, 3))
@@ -64,7 +63,7 @@ def test_windows_reach_from_sequence_to_sequence(tokens, window):
     follow_rounds(plan, window)
 
 
-@pytest.mark.parametrize("degree", [2, 3, 8])
+@pytest.mark.parametrize("degree", [2, 8])
 def test_windowed_ring_talks_to_its_neighbours_only_when_the_window_is_short(degree):
     ring = Piece(ranks=tuple(random.Random(1).sample(range(degree), degree)), sequences=(0,))
     plan = make_plan(degree, [64 * degree], [ring])
@@ -75,29 +74,6 @@ def test_windowed_ring_talks_to_its_neighbours_only_when_the_window_is_short(deg
     assert sent <= 2 * 64 * degree
     assert len(narrow.backward_rounds) == 3 if degree == 2 else len(narrow.backward_rounds) <= 3
     follow_rounds(plan, 8)
-
-
-def test_windowed_work_follows_the_window():
-    plan = make_plan(3, [6000], [Piece(ranks=(0, 2, 1), sequences=(0,))])
-
-    def work(window):
-        program = lower_microbatch(plan, 0).with_window(window)
-        return sum(
-            (task.q_stop - task.q_start) * (task.kv_stop - task.kv_start)
-            for rank in range(3)
-            for ring_step in range(program.ring_steps)
-            for task in program.tasks(rank, ring_step)
-        )
-
-    assert work(250) <= 2.2 * 250 * 6000
-    assert work(None) >= 6000 * 6000 / 2
-
-
-def test_window_as_long_as_the_longest_sequence_changes_nothing():
-    plan = make_plan(3, [40, 9], [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))])
-    program = lower_microbatch(plan, 0)
-    assert program.with_window(40) == program
-    assert program.with_window(39) != program
 
 
 @given(choose=RANDOM, ranks=st.integers(1, 7), count=st.integers(1, 5), window=st.integers(1, 45))
@@ -114,35 +90,6 @@ def test_windowed_blocks_can_be_said_with_windows_that_count_from_the_last_key(c
                 elif task.window is not None:
                     assert queries < keys
                     assert keys - queries - task.distance + task.window - 1 >= 0, "the last query sees the last key"
-
-
-def test_ring_moves_the_same_tokens_as_the_rounds_of_the_formula():
-    plan = make_plan(3, [30], [Piece(ranks=(0, 1, 2), sequences=(0,))])
-    program = lower_microbatch(plan, 0)
-    assert [sum(t.tokens for t in each.transfers) for each in program.forward_rounds] == [30, 30]
-    for content, tokens in (("kv", [30, 30, 0, 0]), ("dkv", [0, 0, 30, 30])):
-        moved = [sum(t.tokens for t in each.transfers if t.content == content) for each in program.backward_rounds]
-        assert moved == tokens, "what a position's own queries add to its keys' gradients never travels"
-
-
-def test_rank_without_work_lowers_to_nothing():
-    """Section 7: ranks with no work hanging the collective. Such a rank has the step's end and nothing before it."""
-    plan = make_plan(4, [9], [Piece(ranks=(0, 2), sequences=(0,))])
-    assert lower_plan(plan, 1) == ()
-    assert lower_plan(plan, 3) == ()
-    check_order(plan, layers=3)
-
-
-def test_rank_without_tokens_still_passes_keys_on():
-    plan = make_plan(3, [1], [Piece(ranks=(0, 1, 2), sequences=(0,))])
-    program = lower_microbatch(plan, 0)
-    tokens = [sum(s.num_tokens for s in program.segments(rank)) for rank in range(3)]
-    assert sorted(tokens) == [0, 0, 1]
-    holder = tokens.index(1)
-    forward = [(t.source, t.target, t.tokens) for each in program.forward_rounds for t in each.transfers]
-    assert forward == [(holder, (holder + 1) % 3, 1), ((holder + 1) % 3, (holder + 2) % 3, 1)]
-    owner = [(t.source, t.target) for t in program.backward_rounds[-1].transfers]
-    assert owner == [((holder + 2) % 3, holder)]
 
 
 def test_segments_follow_the_cut_of_the_plan_file():

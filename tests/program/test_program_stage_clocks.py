@@ -1,4 +1,7 @@
-"""Stages on the clock: the formula of equal microbatches, and what devices do with the calls that the engine posts."""
+"""Stages as data: where layers are cut, one 1F1B order for all, what a rank does in a step, and its clocks."""
+
+import random
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -7,35 +10,132 @@ from hypothesis import strategies as st
 from testing import make_plan
 from testing.fake_nccl import FakeNccl
 from testing.pipelines import as_pipeline
-from testing.stage_actions import stage_items
+from testing.plans import random_plan
+from testing.stage_actions import device_actions, stage_items
 
-from lengthwise.core.plan import Piece
+from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.core.shape import LayerCut
+from lengthwise.program import last_on_all_ranks
 from lengthwise.program.stage_clocks import stage_clocks
+from lengthwise.program.stage_order import stage_order
+from lengthwise.program.stage_program import cut_layers
+from lengthwise.program.step_program import step_program
 from properties import costly
 
+RANKS = 5
+STAGES = st.sampled_from([1, 2, 3, 5, 8])
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("virtual", [1, 2, 3])
+
+def _microbatches(*ranks_of: tuple[int, ...]) -> list[Microbatch]:
+    return [Microbatch(pieces=(Piece(ranks=ranks, sequences=(i,)),)) for i, ranks in enumerate(ranks_of)]
+
+
+def _order(microbatches: list[Microbatch], stages: int, virtual: int):
+    cut = LayerCut(stages=stages, virtual=virtual)
+    return stage_order([microbatch.ranks for microbatch in microbatches], cut)
+
+
+intervals = st.integers(0, RANKS - 1).flatmap(
+    lambda first: st.integers(first + 1, RANKS).map(lambda end: tuple(range(first, end)))
+)
+
+
+@given(ranks_of=st.lists(intervals, min_size=1, max_size=14), stages=STAGES, virtual=st.sampled_from([1, 2, 3]))
+def test_ticks_rise_along_every_chain_and_never_meet_on_a_stage(
+    ranks_of: list[tuple[int, ...]], stages: int, virtual: int
+) -> None:
+    microbatches = _microbatches(*ranks_of)
+    order = _order(microbatches, stages, virtual)
+    assert (order.ticks[:, 1:] > order.ticks[:, :-1]).all()
+    for (_, stage), listed in device_actions(microbatches, order).items():
+        ticks = [int(order.ticks[action]) for action in listed]
+        assert ticks == sorted(set(ticks))
+        assert all(order.action_stages[step] == stage for _, step in listed)
+        kept = [sum(1 if step < stages else -1 for _, step in listed[: end + 1]) for end in range(len(listed))]
+        assert virtual > 1 or max(kept) <= stages - stage
+
+
+def test_one_pipeline_has_the_order_of_1f1b() -> None:
+    actions = device_actions(_microbatches(*[(0,)] * 4), _order(_microbatches(*[(0,)] * 4), 2, 1))
+    assert actions[0, 0] == [(0, 0), (1, 0), (0, 3), (2, 0), (1, 3), (3, 0), (2, 3), (3, 3)]
+    assert actions[0, 1] == [(0, 1), (0, 2), (1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (3, 2)]
+
+
+ENDS = st.integers(0, 12)
+
+
+@given(seconds=st.lists(st.integers(1, 9), min_size=1, max_size=8), first=ENDS, last=ENDS, chunks=st.integers(1, 4))
+def test_no_other_cut_of_the_layers_has_a_quicker_slowest_chunk(seconds, first, last, chunks):
+    chunks = min(chunks, len(seconds))
+
+    def slowest(borders):
+        edges = [0, *borders, len(seconds)]
+        took = [sum(seconds[a:b]) for a, b in pairwise(edges)]
+        took[0] += first
+        took[-1] += last
+        return max(took)
+
+    found = cut_layers(seconds, chunks, first_seconds=first, last_seconds=last)
+    assert [layer for each in found for layer in each] == list(range(len(seconds)))
+    assert all(found)
+    best = min(slowest(each) for each in combinations(range(1, len(seconds)), chunks - 1))
+    assert slowest([each.stop for each in found[:-1]]) == best
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    replicas=st.integers(1, 4),
+    cut=st.sampled_from([(1, 1), (2, 1), (2, 2), (3, 1), (3, 2)]),
+    train=st.booleans(),
+    counts=st.booleans(),
+)
+def test_every_microbatch_runs_forward_and_backward_once_and_every_message_has_both_sides(
+    seed, replicas, cut, train, counts
+):
+    choose, (stages, virtual) = random.Random(seed), cut
+    plan = random_plan(choose, replicas, [9] * choose.randint(1, 8))
+    plan = plan if cut == (1, 1) else as_pipeline(plan, *cut)
+    chunks, sent, received = stages * virtual, set(), set()
+    for replica, stage in product(range(replicas), range(stages)):
+        program, done = step_program(plan, replica, stage, train=train, counts_routers=counts), list[tuple]()
+        for part, turns in enumerate((program.counting or (), program.turns)):
+            come, ticks = dict[tuple, int](), [turn.tick for turn in turns]
+            assert ticks == sorted(set(ticks))
+            for turn in turns:
+                if turn.action is not None:
+                    key = (*turn.action.place, turn.action.is_forward)
+                    done.append((turn.action.kind, *turn.action.place))
+                    if turn.action.place.chunk not in ((0,) if turn.action.is_forward else (chunks - 1,)):
+                        assert come.pop(key) < turn.tick
+                sent |= {(part, turn.tick, replica, stage, m.stage, *m.place, m.is_forward) for m in turn.sends}
+                received |= {(part, turn.tick, replica, m.stage, stage, *m.place, m.is_forward) for m in turn.receives}
+                come |= {(*m.place, m.is_forward): turn.tick for m in turn.receives}
+            assert not come
+        own = [number for number, each in enumerate(plan.microbatches) if replica in each.ranks]
+        places = [(number, chunk) for number in own for chunk in range(stage, chunks, stages)]
+        kinds = {kind: [place for what, *place in done if what == kind] for kind in ("counting", "forward", "backward")}
+        assert sorted(map(tuple, kinds["forward"])) == places
+        assert sorted(map(tuple, kinds["backward"])) == places * train
+        kept = last_on_all_ranks(plan) if stages == 1 else ()
+        again = [place for place in places if place[0] not in kept]
+        assert sorted(map(tuple, kinds["counting"])) == again * (train and counts)
+        for place in places * train:
+            assert done.index(("forward", *place)) < done.index(("backward", *place))
+    assert sent == received
+    passes = train + 1 + (train and counts)
+    assert len(sent) == sum(len(each.ranks) for each in plan.microbatches) * passes * (chunks - 1)
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(1, 1), (1, 3), (3, 1), (3, 2), (5, 3)])
 def test_equal_microbatches_end_after_w_m_v_plus_p_minus_1(stages: int, virtual: int) -> None:
-    for count in (stages, 2 * stages, 5 * stages):
+    cut = LayerCut(stages=stages, virtual=virtual)
+    one = stage_clocks([(0,)], np.array([2.0]), np.array([4.0]), cut)
+    assert one.end.max() == pytest.approx(6.0 * stages), "it takes its time once a stage"
+    for count in (stages, 5 * stages, *((7,) if virtual == 1 else ())):
         seconds = np.full(count, 6.0)
-        cut = LayerCut(stages=stages, virtual=virtual)
         clocks = stage_clocks([(0,)] * count, seconds / 3, seconds * 2 / 3, cut)
         chunk_seconds = 6.0 / virtual
         assert clocks.end.max() == pytest.approx(chunk_seconds * (count * virtual + stages - 1), rel=1e-12)
-
-
-def test_uninterleaved_pipelines_follow_the_formula_for_any_count() -> None:
-    for count in (1, 2, 3, 7):
-        clocks = stage_clocks([(0,)] * count, np.full(count, 1.0), np.full(count, 2.0), LayerCut(stages=5))
-        assert clocks.end.max() == pytest.approx(3 * (count + 4))
-
-
-def test_one_microbatch_takes_its_time_once_a_stage() -> None:
-    for virtual in (1, 2):
-        clocks = stage_clocks([(0,)], np.array([1.0]), np.array([2.0]), LayerCut(stages=4, virtual=virtual))
-        assert clocks.end.max() == pytest.approx(4 * 3)
 
 
 @costly
@@ -95,12 +195,3 @@ def test_bubbles_of_unequal_microbatches_depend_on_their_order() -> None:
     assert _fill(rng.permutation(lengths), 4) > 15
     assert 2.0 < _fill(lengths[::-1], 4) < 2.3
     assert 1.0 < _fill(np.concatenate((lengths[::2], lengths[1::2][::-1])), 4) < 1.3
-
-
-def test_slots_that_grow_from_the_ends_lose_less_to_bubbles() -> None:
-    """32 full packs in 8 stages: 1.22 of their work, 1.09 with ramps."""
-    assert _fill(np.ones(32), 8) == pytest.approx(7)
-    ramp = 1.1 ** np.arange(-59, 0.0)
-    full = 32 - 2 * ramp.sum()
-    hill = np.concatenate((ramp, np.full(int(np.ceil(full)), full / np.ceil(full)), ramp[::-1]))
-    assert _fill(hill, 8) * hill.max() / 32 < 0.09

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from lengthwise.report import progress
-from lengthwise.report.progress import LiveLine, PhaseLine, phase_text
+from lengthwise.report.progress import LiveLine, PhaseLine
 
 
 class Screen:
@@ -78,9 +78,3 @@ def test_a_phase_is_shown_after_a_while_and_its_thread_ends(monkeypatch):
     phases.note("")
     assert "progress" not in {each.name for each in threading.enumerate()}
     assert screen.text.endswith("\r\x1b[K")
-
-
-def test_what_is_left_follows_from_the_parts_that_are_done():
-    assert phase_text("saving the model", 75.0) == "saving the model: 1:15"
-    assert phase_text("step 3, microbatch 1 of 4 forward", 9.0) == "step 3, microbatch 1 of 4 forward: 0:09"
-    assert phase_text("step 3, microbatch 3 of 4 backward", 20.0).endswith(": 0:20, about 0:20 left")

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import lower_microbatch, ring_order
@@ -194,12 +193,6 @@ def test_copies_hold_up_what_compute_does_not_hide() -> None:
     assert held.total[0] == pytest.approx(
         both_ways
     )  # out behind forward, in behind backward: copies are all that counts
-
-
-def test_shares_with_split_heads_are_refused() -> None:
-    piece = Piece(ranks=(0, 1), sequences=(0,), heads=2, shares=(1.0, 2.0))
-    with pytest.raises(PlanError, match="split heads"):
-        piece_layer(piece, [100], COST)
 
 
 @given(

@@ -1,0 +1,123 @@
+"""Smaller benchmarks: forecasts of published runs, batches, loaders, rollouts, and planners that they register."""
+
+import sys
+from itertools import chain
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+import forecasts
+import loader
+from lengthwise.core.errors import ConfigError, PlanError
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import all_terms_cost, named_hardware, named_shape
+from lengthwise.planner import PlanOptions, plan_step, registry
+from lengthwise.program import check_plan
+from rival_planners import register_rivals
+from sharding import documents, pack, pad
+
+
+@pytest.mark.parametrize("run", [run for run in forecasts.RUNS if run.long], ids=lambda run: f"{run.model} {run.what}")
+def test_published_rings_are_forecast_to_6_percent(run: forecasts.Run) -> None:
+    assert forecasts.forecast(run)[0] == pytest.approx(run.seconds, rel=0.06)
+
+
+def test_published_short_steps_lie_between_their_two_prices() -> None:
+    short = [run for run in forecasts.RUNS if not run.long]
+    for none, layer in zip(short[::2], short[1::2], strict=True):
+        assert (none.recompute, layer.recompute) == ("none", "layer")
+        assert forecasts.forecast(none)[0] < none.seconds < forecasts.forecast(layer)[0]
+
+
+def test_the_page_has_what_the_command_prints() -> None:
+    page = Path(forecasts.__file__).parents[1] / "docs/benchmarks/forecasts.md"
+    assert "\n".join(forecasts.lines()) in page.read_text(encoding="utf-8")
+
+
+def test_every_rank_has_as_many_microbatches_of_the_default_batch():
+    for ranks in (2, 3, 4):
+        cluster = Cluster(ranks=ranks, capacity_tokens=2048)
+        lengths = documents(8192, 0, 1024)
+        assert sum(lengths) - lengths[-1] < 8192 <= sum(lengths)
+        for made in (pack(lengths, cluster), pad(lengths, cluster)):
+            assert len({len(of_rank) for of_rank in made}) == 1
+            assert sorted(chain(*chain(*made))) == list(range(len(lengths)))
+
+
+@pytest.mark.exhaustive
+def test_blocks_run_from_prepared_rows_and_from_memory(tmp_path, capfd) -> None:
+    store, made = loader.prepared_store(tmp_path, 500)
+    assert "500 sequences" in capfd.readouterr().out
+    assert made.startswith("prepared from Parquet")
+    assert loader.prepared_store(tmp_path, 500) == (store, "found from before")
+    job = loader.opened(store, 256)
+    assert len(job.dataset.lengths) == 500
+    found = loader.measured(loader.Loops(job, 1), store, 1)
+    assert list(found) == list(loader.KINDS)
+    for kind in found.values():
+        [(ours, memory)] = kind.blocks
+        assert ours[0] >= ours[1] > 0
+        assert memory[0] > memory[1] > 0
+
+
+COST = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
+CLUSTER = Cluster(ranks=4, capacity_tokens=8192)
+TOKENS = [20_000, 8_000, 3_000, 700]
+
+
+class Scheduler:
+    """Stands for Megatron-Core's: one sub-batch, sample 0 on all ranks but the last, the others there."""
+
+    def __init__(self, most_tokens, group):
+        self.ranks = group.size()
+
+    def get_groups_and_subsamples(self, samples, _config):
+        rest = [number for number, _ in samples[1:]]
+        return None, [[[0]] * (self.ranks - 1) + [rest]]
+
+
+def test_registered_rivals_make_plans_that_run(monkeypatch):
+    pytest.importorskip("highspy")
+    monkeypatch.setattr(registry, "_registered", {})
+    scheduler = "megatron.core.pipeline_parallel.hybrid_cp_schedule"
+    monkeypatch.setitem(sys.modules, scheduler, SimpleNamespace())
+    with pytest.raises(ConfigError, match=r"BalancedCPScheduler.*megatron-core==0\.16\.1"):
+        register_rivals(["megatron-core"])
+    monkeypatch.setitem(sys.modules, scheduler, SimpleNamespace(BalancedCPScheduler=Scheduler))
+    register_rivals(["lengthwise", "flexsp", "megatron-core"])
+    asked = ("flexsp", "power-of-two", "megatron-core")
+    plans = {name: plan_step(TOKENS, CLUSTER, COST, PlanOptions(planner=name, layers=32)) for name in asked}
+    for plan in plans.values():
+        check_plan(plan)
+    seconds = {name: plan.notes["predicted_seconds"] for name, plan in plans.items()}
+    assert seconds["flexsp"] <= seconds["power-of-two"] * (1 + 1e-9)  # it has the groups of the other
+    pieces = [piece for each in plans["megatron-core"].microbatches for piece in each.pieces]
+    assert [(piece.degree, piece.sequences) for piece in pieces] == [(3, (0,)), (1, (1,)), (1, (2, 3))]
+    with pytest.raises(PlanError, match=r"at most 96 ranks x sequences; got 4 ranks x 25 sequences"):
+        plan_step([9] * 25, CLUSTER, COST, PlanOptions(planner="flexsp"))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+def test_both_kinds_of_rollouts_train_the_same(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    import rollouts
+
+    config = LlamaConfig(
+        vocab_size=rollouts.VOCAB, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=1
+    )
+    AutoModelForCausalLM.from_config(config, dtype="float32").save_pretrained(tmp_path / "model")
+    sizes = rollouts.Sizes(completions=16, longest=64, steps=2, layers=1, hidden=32, at_once=8)
+    found = list(rollouts.rows(sizes, tmp_path))
+    assert [row[0] for row in found] == list(rollouts.CASES)
+    assert all(float(seconds) > 0 for row in found for seconds in row[1:3])
+
+
+@pytest.mark.exhaustive
+def test_shared_prompts_train_the_same() -> None:
+    import rollouts
+
+    sizes = rollouts.Sizes(completions=16, longest=64, steps=1, layers=1, hidden=32, at_once=8)
+    assert [row[0] for row in rollouts.shared_rows(sizes)] == list(rollouts.SHARED)
