@@ -1,7 +1,7 @@
 """What the tests and the benchmarks stand on: builders, oracles, recorders, and real processes; not installed."""
 
 from lengthwise.engine.byte_watch import LiveBytes
-from testing.families import Difference, build_pair, enliven, family_difference
+from testing.families import Difference, build_pair, enliven, family_difference, tiny_model
 from testing.oracles import dense_attention, relative_error, rounding_floor
 from testing.plans import draw_lengths, make_plan, random_plan, visible_pairs
 from testing.ranks import run_ranks
@@ -37,6 +37,7 @@ __all__ = [
     "run_ranks",
     "run_step",
     "tiny_family_config",
+    "tiny_model",
     "tiny_tower_config",
     "visible_pairs",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -17,7 +17,7 @@ from lengthwise.run.reference import Reference, plain_gradients
 from lengthwise.run.verify import gradient_differences, relative_difference
 from testing.sequences import make_batch
 from testing.steps import run_step
-from testing.tiny import VOCAB
+from testing.tiny import VOCAB, tiny_family_config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +40,12 @@ def build_pair(model_type: str, config: Any) -> dict[str, torch.nn.Module]:
         "planned": build_model(source, seed=3),
     }
     return {name: enliven(model) for name, model in pair.items()}
+
+
+def tiny_model(model_type: str, changes: Mapping[str, Any] | None = None) -> Any:
+    """Build a tiny planned model of a family, as that of `build_pair`."""
+    config = tiny_family_config(model_type, changes or {})
+    return enliven(build_model(ModelSource(name=model_type, config=config, weights=False), seed=3))
 
 
 def enliven(model: torch.nn.Module) -> torch.nn.Module:

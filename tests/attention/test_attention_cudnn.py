@@ -1,6 +1,5 @@
 """cuDNN for long blocks on the CPU: its calls on tensors without memory, values through a strict reference."""
 
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
@@ -78,23 +77,6 @@ def test_long_blocks_go_to_one_kernel_and_all_others_to_the_other():
         assert kernel.alone_from is None
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "window", "is_long"),
-    [((20,), None, True), ((20,), 20, True), ((20,), 19, False), ((20, 20), None, False), ((7,), None, False)],
-)
-def test_only_a_pack_of_one_long_document_is_a_long_block(lengths, window, is_long):
-    kernel, dense, _ = by_length(diagonal_tokens=8)
-    (pack,) = pack_documents(lengths, window=window, device=CPU)
-    q, k, v, grad = draw(sum(lengths))
-    block = Block(q=q, k=k, v=v, scale=0.3)
-    out, lse = kernel.forward_pack(block, pack)
-    grads = kernel.backward_pack(grad, block, Saved(out=out, lse=lse), pack)
-    assert len(dense.shapes) == (2 if is_long else 0)
-    expected = VarlenKernel(ReferenceVarlenOps())
-    wanted = (*expected.forward_pack(block, pack), *expected.backward_pack(grad, block, Saved(out=out, lse=lse), pack))
-    assert all(relative_error(a, b) < 1e-12 for a, b in zip((out, lse, *grads), wanted, strict=True))
 
 
 def test_padding_after_one_long_document_keeps_it_a_long_block():

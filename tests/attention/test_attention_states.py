@@ -193,24 +193,8 @@ TREES = replace(
 )
 
 
-@pytest.mark.parametrize("is_matrix", [True, False])
-def test_a_sequence_begins_with_the_state_after_the_one_that_it_continues(is_matrix):
-    check_scan(TREES, is_matrix)
-
-
-def test_whole_sequences_run_together_by_level_and_return_states_only_to_those_that_continue_them():
-    program, transport = lower_plan(TREES, 1)[0], SimpleNamespace(rank=1)
-    groups = LocalSpans(program, transport, 40, SimpleNamespace(recomputation=None)).whole  # 28 tokens, and padding
-    assert [(each.numbers, each.parents, each.are_continued) for each in groups] == [
-        ((5, 6), (), False),
-        ((0,), (), True),
-        ((4,), (0,), False),
-        ((1,), (0,), True),
-        ((2, 3), (1, 1), False),
-    ]
-
-
-def test_a_convolution_reads_the_tokens_of_all_that_a_sequence_continues():
+def test_a_sequence_begins_with_the_state_and_the_tokens_of_all_that_it_continues():
+    check_scan(TREES, is_matrix=True)
     check_convolution(TREES, 7)
 
 

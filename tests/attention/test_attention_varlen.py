@@ -1,20 +1,17 @@
 """GPU kernels without a GPU: what they are handed, which is chosen and why, and that a pack is one call."""
 
-from itertools import accumulate
-
 import pytest
 import torch
-from testing import make_plan, relative_error
+from testing import make_plan
 from testing.strict import StrictWorld
 from testing.varlen import ReferenceVarlenOps
 
 from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
 from lengthwise.attention.cuda_kernels import EfficientKernel
 from lengthwise.attention.kernels import BlockMask
-from lengthwise.attention.packs import lengths_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_microbatch, lower_plan
+from lengthwise.program import lower_plan
 
 
 def draw(tokens, heads=4, kv_heads=2, dim=8, dtype=torch.float64):
@@ -44,32 +41,6 @@ def test_a_pack_is_one_call_a_layer_and_pass_and_so_are_the_diagonals_of_rings(w
 
     for forward, backward, expected in StrictWorld(2).run(work):
         assert forward == backward == expected
-
-
-@pytest.mark.parametrize("window", [1, 60])
-def test_documents_join_a_windows_tiles_to_whole_documents(window):
-    plan = make_plan(2, [700, 301, 40], [[Piece(ranks=(0,), sequences=(1, 2)), Piece(ranks=(1, 0), sequences=(0,))]])
-    program = lower_microbatch(plan, 0).with_window(window)
-    borders = [0, *accumulate(lengths_of(program.tasks(0, 0)))]
-    # Rank 0 holds two documents and the innermost chunks 1 and 2 of the ring, which lie side by side.
-    if window == 1:  # no tile reaches into the one before it
-        assert set(borders) >= {0, 301, 341, 691}
-    else:
-        assert borders == [0, 301, 341, 691]
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_reference_kernel_in_tiles_is_the_whole(masked):
-    q, k, v = draw(13)
-    k, v = (torch.cat((x, x.flip(0))) for x in (k, v))  # 26 keys
-    mask = BlockMask(queries=13, keys=26, distance=20, causal=False, window=30) if masked else None
-    block, whole = Block(q=q, k=k, v=v, causal=False, scale=0.3, mask=mask), ReferenceKernel()
-    out, lse = whole.forward(block)
-    wanted = (out, lse, *whole.backward(q, block, Saved(out=out, lse=lse)))
-    for most_scores in (1, 50, 97):
-        tiled = ReferenceKernel(most_scores=most_scores)
-        found = (*tiled.forward(block), *tiled.backward(q, block, Saved(out=out, lse=lse)))
-        assert all(relative_error(b, a) < 1e-14 for a, b in zip(wanted, found, strict=True))
 
 
 @pytest.mark.parametrize("strange", ["odd stride", "odd start", "head_dim first", "expanded"])

@@ -25,14 +25,6 @@ def test_a_call_ends_as_a_whole_and_holds_up_the_next_of_its_communicator(on, wa
     assert (ran.waited, ran.seconds) == (waited, max(11.0, *waited))
 
 
-def test_calls_wait_for_ctas():
-    def calls(peer):
-        return [swap(peer, on="a", ctas=16), swap(peer, on="b")]
-
-    assert FakeNccl([calls(1), calls(0)], ctas=24).seconds == 1.0
-    assert FakeNccl([calls(1), calls(0)], ctas=23).seconds == 2.0
-
-
 def _collective(name):
     return [Call(communicator="a", operations=[Operation(kind="collective", size=name, payload=1.0)])]
 

@@ -21,7 +21,6 @@ from lengthwise.comm import world as comm_world
 from lengthwise.comm.groups import DEFAULTS, nccl_options, set_defaults
 from lengthwise.core.errors import ConfigError, DataError, PlanError, RankError, TransferError
 from lengthwise.run import launch as launching
-from tiers import more
 
 
 @pytest.fixture(autouse=True)
@@ -183,10 +182,9 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
     assert all(fork_ranks(work, 3))
 
 
-@pytest.mark.parametrize("for_transfers", [True, False])
-def test_what_the_environment_asks_nccl_for_is_left(for_transfers):
-    options = nccl_options(timedelta(seconds=3), NcclOptions, {"NCCL_MIN_CTAS": "16"}, for_transfers=for_transfers)
-    assert (options.is_high_priority_stream, options.config.max_ctas) == (for_transfers, -1)
+def test_what_the_environment_asks_nccl_for_is_left():
+    options = nccl_options(timedelta(seconds=3), NcclOptions, {"NCCL_MIN_CTAS": "16"}, for_transfers=True)
+    assert (options.is_high_priority_stream, options.config.max_ctas) == (True, -1)
     environment = {"NCCL_NCHANNELS_PER_NET_PEER": "2", "PATH": "/bin"}
     set_defaults(environment)
     assert environment == {**DEFAULTS, "NCCL_NCHANNELS_PER_NET_PEER": "2", "PATH": "/bin"}
@@ -214,10 +212,7 @@ def test_ranks_that_share_a_gpu_move_host_memory_only(gpus_replaced):
 @pytest.mark.parametrize(
     ("seen", "ids", "expected"),
     [
-        (1, ["a u0", "a u1", "a u2", "a u3"], (False, [1, 1, 1, 1])),  # one GPU shown to each process
-        (1, ["a u0", "b u0", "c u0", "d u0"], (False, [1, 1, 1, 1])),  # NCCL_HOSTID: taken for machines
-        (4, ["a u0", "a u1", "a u2", "a u3"], (False, [1, 1, 1, 1])),
-        (2, ["a u0", "a u1", "a u0", "a u1"], (True, [2, 2, 2, 2])),
+        (1, ["a u0", "a u1", "b u0", "b u1"], (False, [1, 1, 1, 1])),  # one GPU shown to each process
         (1, ["a u0", "a u0", "a u0", "b u0"], (True, [3, 3, 3, 1])),
     ],
 )
@@ -258,19 +253,17 @@ def test_gloo_names_rank_and_phase_when_a_peer_dies():
     assert time.monotonic() - start < 8, "a dead peer is found before the time-out"
 
 
-@pytest.mark.parametrize("collective", [False, more(True)])
-def test_gloo_names_rank_and_the_phase_of_posting_when_a_rank_stops_answering(collective):
+def test_gloo_names_rank_and_the_phase_of_posting_when_a_rank_stops_answering():
     def work(t):
         t.phase = "step 3, end"
         if t.rank == 1:
             time.sleep(60)
-        room = torch.empty(2)
-        pending = t.all_gather_async(room, torch.zeros(1)) if collective else t.exchange([], [(room, 1)])
+        pending = t.exchange([], [(torch.empty(2), 1)])
         t.phase = "step 4"
         pending.wait()
 
-    start, who = time.monotonic(), "all ranks" if collective else "ranks 1"
-    with pytest.raises(TransferError, match=f"rank 0, step 3, end: expected {who} to answer within 1 s"):
+    start = time.monotonic()
+    with pytest.raises(TransferError, match="rank 0, step 3, end: expected ranks 1 to answer within 1 s"):
         run_ranks(work, 2, timeout_seconds=1.0)
     assert time.monotonic() - start < 1 + 5
 
@@ -304,19 +297,6 @@ def test_launch_raises_the_reason_and_not_its_consequences(error, kind, said, ca
     with pytest.raises(kind, match=said):
         launched(work, 3)
     assert (kind is RankError) == ("Traceback" in capfd.readouterr().err)
-
-
-def test_launch_names_a_killed_rank_and_its_last_phase():
-    def work(t):
-        t.phase = f"step 12, microbatch {t.rank} of 3 backward"
-        if t.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        t.exchange([], [(torch.empty(4), 1)]).wait()
-
-    start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 1, step 12, microbatch 1 of 3 backward.*SIGKILL"):
-        launched(work, 3)
-    assert time.monotonic() - start < 8
 
 
 def test_launch_ends_ranks_that_do_not_listen(monkeypatch):
@@ -391,8 +371,7 @@ def test_a_rank_that_nobody_meets_says_so(tmp_path):
         join(alone, timeout_seconds=1.0)
 
 
-@pytest.mark.parametrize(("device", "claimed"), [("cuda:3", 3), ("cuda", 1)])
-def test_a_loops_process_computes_on_the_device_of_its_model(device, claimed, monkeypatch):
+def test_a_loops_process_computes_on_the_device_of_its_model(monkeypatch):
     """Clocks, peaks of memory and transfers are those of the current device, which a loop may have left at another."""
     chosen = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -403,7 +382,7 @@ def test_a_loops_process_computes_on_the_device_of_its_model(device, claimed, mo
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(comm_world, "gloo_group", lambda _: None)
     monkeypatch.setattr(World, "_ask", lambda *_: (2, False, 1))
-    world = comm_world.session_world(torch.device(device))
+    world = comm_world.session_world(torch.device("cuda:3"))
     assert world.attached
     world.connect(timedelta(seconds=1))
-    assert chosen == [torch.device("cuda", claimed)]
+    assert chosen == [torch.device("cuda", 3)]

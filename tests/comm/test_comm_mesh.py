@@ -3,11 +3,9 @@
 import pytest
 import torch
 from testing import run_ranks
-from testing.staged import StagedTransport
 from testing.strict import StrictWorld
 
 from lengthwise.comm import Mesh
-from lengthwise.core.errors import TransferError
 
 
 def work(world):
@@ -43,16 +41,9 @@ def expected(rank):
     ]
 
 
-@pytest.mark.parametrize("transport", ["strict", "staged", "gloo"])
-def test_a_stages_replicas_are_a_world_of_their_own(transport):
-    if transport == "gloo":
-        found = run_ranks(work, 6)
-    else:
-        around = (
-            (lambda world: StagedTransport(world, stages=lambda _: True)) if transport == "staged" else (lambda x: x)
-        )
-        found = StrictWorld(6).run(lambda world: work(around(world)))
-    assert found == [expected(rank) for rank in range(6)]
+@pytest.mark.parametrize("run", [run_ranks, lambda work, ranks: StrictWorld(ranks).run(work)], ids=["gloo", "strict"])
+def test_a_stages_replicas_are_a_world_of_their_own(run):
+    assert run(work, 6) == [expected(rank) for rank in range(6)]
 
 
 def test_first_stage_has_met_all_that_send_it_a_whole_model():
@@ -65,12 +56,3 @@ def test_first_stage_has_met_all_that_send_it_a_whole_model():
                 mesh.between.exchange([], [(came, stage)]).wait()
 
     StrictWorld(10).run(sends_all)
-
-
-def test_a_rank_in_a_collective_of_its_stage_does_not_match_one_of_all_ranks():
-    def differing(world):
-        mesh = Mesh(world, 2)
-        (mesh.world if world.rank == 3 else mesh.replicas).all_reduce(torch.ones(1))
-
-    with pytest.raises(TransferError, match="deadlock"):
-        StrictWorld(4).run(differing)

@@ -14,20 +14,6 @@ def full(value, size=2, dtype=torch.float32):
     return torch.full((size,), value, dtype=dtype)
 
 
-def test_strict_matches_first_in_first_out_without_tags():
-    def work(t):
-        if t.rank == 0:
-            t.exchange([(full(1), 1), (full(2), 1)], []).wait()
-            t.exchange([(full(3), 1)], []).wait()
-            return None
-        a, b, c = (full(0) for _ in range(3))
-        t.exchange([], [(a, 0)]).wait()
-        t.exchange([], [(b, 0), (c, 0)]).wait()
-        return [x[0].item() for x in (a, b, c)]
-
-    assert StrictWorld(2).run(work)[1] == [1, 2, 3]
-
-
 def test_strict_completes_a_group_as_a_whole():
     """Rank 1's answer waits in rank 0's second group, behind a first group that misses rank 2: a deadlock."""
 
@@ -151,14 +137,6 @@ def gathers_more(t):
 def test_strict_refuses_calls_that_would_connect_ranks(work, ranks, said):
     with pytest.raises(PlanError, match=said):
         StrictWorld(ranks).run(work)
-
-
-def test_strict_takes_messages_between_ranks_that_have_met():
-    def work(t):
-        t.connect({0: [3, 1], 3: [0]}.get(t.rank, []))
-        return far_message(t)
-
-    assert StrictWorld(4).run(work) == [None] * 4
 
 
 @pytest.mark.parametrize(("work", "said"), REFUSED)

@@ -1,7 +1,6 @@
 """Children of a process whose threads ended a moment ago."""
 
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -13,39 +12,6 @@ from lengthwise.core.processes import end_with_parent, let_threads_end
 from lengthwise.run.launch import on_ranks, threads_of_each
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-FORKS_AFTER_THREADS = """
-import os, signal, threading, torch
-from lengthwise.core.processes import let_threads_end
-
-def multiply():
-    for _ in range(30):
-        each = torch.ones(60, 64, dtype=torch.float64)
-        each @ each.T @ each
-
-def forked():
-    child = os.fork()
-    if child == 0:
-        signal.alarm(10)
-        torch.set_num_threads(1)
-        multiply()
-        os._exit(0)
-    return child
-
-for _ in range(20):
-    threads = [threading.Thread(target=multiply) for _ in range(3)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    let_threads_end()
-    assert [os.waitpid(child, 0)[1] for child in [forked(), forked(), forked()]] == [0, 0, 0]
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_child_multiplies_after_threads_that_ended_a_moment_ago():
-    """Without the wait, one in eight of them never comes out of its first product (one in 100 with a thread each)."""
-    several = {**os.environ, "OMP_NUM_THREADS": "2"}
-    done = subprocess.run([sys.executable, "-c", FORKS_AFTER_THREADS], capture_output=True, text=True, env=several)
-    assert done.returncode == 0, done.stderr
 
 
 def test_a_running_thread_is_waited_for_but_not_for_ever():

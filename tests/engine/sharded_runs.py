@@ -3,16 +3,14 @@
 from dataclasses import replace
 
 import torch
-from testing import make_batch, tiny_family_config
+from testing import make_batch, tiny_model
 from testing.laid import freed_parameters
-from transformers import AutoModelForCausalLM
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Lone, Mesh
 from lengthwise.core.plan import Piece
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double, wrapped_layers
-from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 
 CPU = torch.device("cpu")
 LENGTHS = (41, 11, 5, 7, 1, 23)
@@ -53,10 +51,7 @@ def in_waves(plan, *recompute, offload=0.0):
 
 
 def build(family="llama", **changes):
-    register_attention()
-    config = tiny_family_config(family, changes)
-    torch.manual_seed(1)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
+    return tiny_model(family, changes)
 
 
 def shard(model, transport, dtype=torch.float64, ranks_per_node=None, exact_on=None):

@@ -2,13 +2,10 @@
 
 import itertools
 
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import make_batch
 
-from lengthwise.data.dataset import DatasetBuilder
-from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
 
 
@@ -31,14 +28,3 @@ def test_batch_cuts_give_each_token_its_own_position_and_the_label_of_the_next(l
         own = batch.dataset.read(index, 0, lengths[index])[1].tolist()
         assert whole[index][1].tolist() == [*own[1:], -100]
     assert batch.loss_tokens == sum(int((labels != -100).sum()) for _, labels in whole)
-
-
-def test_batch_entry_i_is_sequence_ids_i():
-    builder = DatasetBuilder()
-    builder.start_source("data.0", "x", None)
-    for tokens in ([1, 2, 3], [4], [5, 6]):
-        builder.add(torch.tensor(tokens, dtype=torch.int32).numpy(), None)
-    batch = StepBatch(builder.finish(), [2, 0])
-    assert (batch.ids, batch.lengths, batch.loss_tokens) == ((2, 0), (2, 3), 3)
-    assert batch.whole(0)[0].tolist() == [5, 6]
-    assert batch.whole(1)[1].tolist() == [2, 3, -100]

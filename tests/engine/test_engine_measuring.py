@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from testing import LiveBytes, build_pair, run_ranks, tiny_family_config
+from testing import LiveBytes, run_ranks, tiny_model
 
 from lengthwise.comm import SoloTransport
 from lengthwise.engine import measuring
@@ -16,7 +16,6 @@ from lengthwise.models import Computing
 from lengthwise.session import capacity as room
 from lengthwise.session.capacity import Measuring
 from lengthwise.session.engine import Engine
-from tiers import more
 
 CPU, MB = torch.device("cpu"), 2**20
 TOTAL, ONCE, MOST = 4096 * MB, 32 * MB, 10**6
@@ -83,7 +82,7 @@ def capacity_with(free):
 
 
 def llama():
-    model = build_pair("llama", tiny_family_config("llama", {"num_hidden_layers": 3}))["planned"]
+    model = tiny_model("llama", {"num_hidden_layers": 3})
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     return model
@@ -105,9 +104,7 @@ def measured(model, transport):
     return Measuring(engine=engine, kinds=("none",), heads="off", most_tokens=MOST, **how)
 
 
-@pytest.mark.parametrize(
-    "changes", [more({"once": ONCE}), {"once": ONCE, "of_shapes": True}, {"block": 2 * MB}], ids=str
-)
+@pytest.mark.parametrize("changes", [{"once": ONCE, "of_shapes": True}, {"block": 2 * MB}], ids=str)
 def test_what_an_allocator_does_beside_gives_no_token_more(monkeypatch, changes):
     """Than tensors do, counted one by one: what is taken once is not free; rounding in short passes grows with none."""
     fake = FakeAllocator(**changes)

@@ -1,7 +1,5 @@
 """Every optimizer by name: slices of 1 to 4 ranks make the update of torch's own on whole parameters."""
 
-from functools import partial
-
 import pytest
 import torch
 from testing.laid import whole_parameters
@@ -11,7 +9,6 @@ from testing.strict import StrictWorld
 from torch import nn
 from transformers import LlamaConfig
 
-from engine.optimizer_cases import CASES, keys_of, plain_optimizer
 from lengthwise.comm import SoloTransport
 from lengthwise.config import OptimizerConfig
 from lengthwise.config.optimizer_config import OPTIMIZERS
@@ -20,10 +17,58 @@ from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.whole_optimizer import FUSED
 from lengthwise.models import wrapped_layers
 from lengthwise.models.model_source import build_skeleton
-from tiers import more, some
+from tiers import more
 
 STEPS, LR = 6, 1e-2
+CASES = {
+    "adamw": {"betas": [0.8, 0.9], "weight_decay": 0.3},
+    "adam": {"betas": [0.8, 0.9], "weight_decay": 0.3, "eps": 1e-4},
+    "sgd": {"weight_decay": 0.3},
+    "sgd momentum": {"momentum": 0.9, "weight_decay": 0.3},
+    "lion": {"weight_decay": 0.3},
+}
+_TORCH = {"adamw": "AdamW", "adam": "Adam", "sgd": "SGD"}
 FUSED_CASES = [case for case in CASES if case.split()[0] in FUSED]
+
+
+def keys_of(case, **more):
+    """The optimizer section of a run file."""
+    return {"name": case.split()[0], **CASES[case], **more}
+
+
+class PlainLion:
+    """Lion as its paper writes it, on whole parameters."""
+
+    def __init__(self, groups):
+        self.param_groups = groups
+        self._average = {}
+
+    def zero_grad(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for each in group["params"]:
+                m = self._average.get(each, torch.zeros_like(each))
+                c = 0.9 * m + (1 - 0.9) * each.grad
+                each -= group["lr"] * (torch.sign(c) + group["weight_decay"] * each)
+                self._average[each] = 0.99 * m + (1 - 0.99) * each.grad
+
+
+def plain_optimizer(case, parameters):
+    """torch's own optimizer on whole parameters, decay only on those of two dimensions."""
+    name, args = case.split()[0], {**CASES[case]}
+    decay = args.pop("weight_decay", 0.0)
+    groups = [
+        {"params": [each for each in parameters if (each.dim() >= 2) == decayed], "weight_decay": decay * decayed}
+        for decayed in (True, False)
+    ]
+    if name == "lion":
+        return PlainLion(groups)
+    return getattr(torch.optim, _TORCH[name])(groups, lr=1.0, foreach=False, **args)
 
 
 def make_model(width):
@@ -47,13 +92,6 @@ def objectives(model, step):
     for number in range(2):
         x = torch.randn(9, model[0].in_features, generator=torch.Generator().manual_seed(2 * step + number))
         yield model(x.to(dtype)).square().mean()
-
-
-def train(model, optimizer, steps, limit=1.0):
-    for step in steps:
-        for objective in objectives(model, step):
-            objective.backward()
-        optimizer.end_step(LR / (step + 1), SoloTransport(), limit=limit)
 
 
 def rehearse(optimizer, transport):
@@ -87,7 +125,7 @@ def test_every_optimizer_is_tried():
 
 
 @pytest.mark.parametrize(("case", "fused"), KERNELS)
-@pytest.mark.parametrize(("ranks", "max_grad_norm"), [(3, 1e-3), (2, None), more(1, 1e-3), more(4, None)])
+@pytest.mark.parametrize(("ranks", "max_grad_norm"), [(3, 1e-3), (2, 1e3), more(2, None)])
 def test_slices_make_the_update_of_whole_parameters(case, fused, ranks, max_grad_norm):
     def work(transport):
         model, _, own = make(transport, case, fused=fused)
@@ -141,67 +179,10 @@ def make_parameters():
 
 
 @pytest.mark.parametrize(("case", "fused"), KERNELS)
-def test_what_goes_on_from_its_state_is_the_same_to_the_bit(case, fused):
-    model, flat, optimizer = make(SoloTransport(), case, torch.float32, fused=fused)
-    train(model, optimizer, range(3))
-    weights, states = flat.master_weights.clone(), optimizer.vectors()
-    again, others, later = make(SoloTransport(), case, torch.float32, fused=fused)
-    others.master_weights.copy_(weights)
-    assert later.vectors().keys() == states.keys()
-    later.take_vectors(states, updates=3)
-    rehearse(later, SoloTransport())  # of a run that goes on, as of one that starts
-    train(model, optimizer, range(3, STEPS))
-    train(again, later, range(3, STEPS))
-    assert torch.equal(flat.master_weights, others.master_weights)
-    assert not torch.equal(flat.master_weights, weights)
-
-
-@pytest.mark.parametrize("case", ["adamw", "sgd momentum"])
-@pytest.mark.parametrize(("ranks", "dtype"), some([(1, torch.float32), (3, torch.bfloat16), (2, torch.float64)], 0, 1))
-def test_an_offloaded_optimizer_makes_the_same_update_to_the_bit(case, ranks, dtype):
-    """Its gradients are copied from the device's after they are clipped, its weights go back as values."""
-
-    def work(transport, offload, state=None):
-        model = make_model(70)
-        config = OptimizerConfig.model_validate(keys_of(case, offload=offload))
-        options = {"dtype": dtype, "layers": [*model], "bucket_entries": 1}
-        flat = whole_parameters(model, transport, exact_on=torch.device("cpu") if offload else None, **options)
-        optimizer = sliced_optimizer(config, model, flat, transport.rank)
-        kept = [each for state in optimizer.optimizer.state.values() for each in state.values()]
-        apart = {each.untyped_storage().data_ptr() for each in (flat.master_weights, *kept)}
-        on_device = [flat.values, flat.grads, flat.grad_shard, *model.parameters()]
-        if offload:
-            assert not apart & {each.untyped_storage().data_ptr() for each in on_device}
-        steps = range(STEPS) if state is None else range(STEPS // 2, STEPS)
-        if state is not None:
-            flat.master_weights.copy_(state[0])
-            optimizer.take_vectors(state[1], updates=STEPS // 2)
-            flat.publish()
-        middle = None
-        for step in steps:
-            if step == STEPS // 2:
-                middle = flat.master_weights.clone(), optimizer.vectors()
-            for number, objective in enumerate(objectives(model, step)):
-                if transport.rank == (step + number) % transport.world_size:
-                    objective.backward()
-            optimizer.end_step(LR / (step + 1), transport, limit=1e-3)
-        return middle, [each.detach().clone() for each in model.parameters()]
-
-    found = {offload: StrictWorld(ranks).run(partial(work, offload=offload)) for offload in (False, True)}
-    states = {offload: [middle for middle, _ in each] for offload, each in found.items()}
-    for offload in (False, True):  # from the state of the other
-        again = StrictWorld(ranks).run(lambda t, o=offload: work(t, o, states[not o][t.rank]))
-        for (_, own), (_, other), (_, expected) in zip(found[offload], again, found[False], strict=True):
-            assert all(map(torch.equal, own, expected))
-            assert all(map(torch.equal, other, expected))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, more(torch.float32)], ids=str)
-@pytest.mark.parametrize(("case", "fused"), KERNELS)
-def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_is_said(case, fused, dtype):
+def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_is_said(case, fused):
     config = OptimizerConfig.model_validate(keys_of(case))
     with LiveBytes() as live:
-        model, flat, optimizer = make(SoloTransport(), case, dtype, width=1200, fused=fused)
+        model, flat, optimizer = make(SoloTransport(), case, torch.bfloat16, width=1200, fused=fused)
         live.peak_bytes = before = live.now_bytes
         for step in range(STEPS):
             live.peak_bytes = live.now_bytes
@@ -209,12 +190,6 @@ def test_all_that_is_kept_is_there_before_the_first_step_and_its_end_needs_what_
             assert live.peak_bytes - before <= optimizer.pending_bytes()[1] + (1 << 14), step
             assert live.now_bytes - before < 1 << 12
     assert abs(before - kept_bytes(model, flat, config)) < 1 << 14  # counters of steps
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_what_torch_has_fused_is_on_the_cpu_too(case):
-    groups = make(SoloTransport(), case)[2].optimizer.param_groups
-    assert all(group.get("fused", False) == (case in FUSED_CASES) for group in groups)
 
 
 def test_an_8b_model_starts_and_ends_a_step_within_6_and_16_by_w_bytes_a_parameter_and_one_layer():

@@ -7,15 +7,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing.plans import planners_of
 
-from exact.oracle import Best, plan_oracle
+from exact.oracle import plan_oracle
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.held import held_tokens
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, plain_cost
-from lengthwise.planner import PlanOptions, bound_seconds, plan_step, score
+from lengthwise.planner import score
 from lengthwise.program import check_plan
 from planner.partitions import partitions
 from properties import costly
@@ -111,56 +110,13 @@ BESIDE, ALONE = (plain_cost(linear_seconds=1.0, fixed_seconds=100.0, ring_second
         ([30, 30], 3, 20, Cost(linear_seconds=1.0, fixed_seconds=99.0), 99 + 20),  # cut, in one pack
         ([6, 4, 21], 2, 20, BESIDE, 100 + (1 + 9) * 21 / 2 + 6),  # packs beside a ring save launches
         ([21, 17, 6], 2, 20, BESIDE, None),  # 17 is too much beside
-        ([21, 8, 8], 2, 15, ALONE, None),
         ([21, 6, 5, 4], 2, 17, ALONE, None),  # three for two ranks
-        (
-            [26, 8],
-            2,
-            20,
-            plain_cost(quadratic_seconds=1.0, linear_seconds=1.0, fixed_seconds=900.0, ring_seconds=40.0),
-            None,
-        ),
-        (
-            [30, 6, 5],
-            2,
-            20,
-            plain_cost(quadratic_seconds=1.0, linear_seconds=40.0, ring_seconds=60.0, hop_seconds=70.0),
-            None,
-        ),
     ],
 )
 def test_oracle_finds_the_best_of_all_plans_where_rings_must_be(tokens, ranks, capacity, cost, least):
     best = plan_oracle(tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, **EXACT)
     check_plan(best.plan)
     assert best.makespan_seconds == pytest.approx(least or _least(tokens, ranks, capacity, cost), rel=1e-6)
-
-
-@costly
-@given(
-    tokens=st.lists(st.integers(1, 10) | st.integers(1, 300), min_size=1, max_size=5),
-    ranks=st.sampled_from([1, 2, 3, 5]),
-    cost=COSTS,
-)
-def test_oracle_is_valid_above_the_bound_and_behind_no_planner(tokens: list[int], ranks: int, cost: Cost) -> None:
-    cluster = Cluster(ranks=ranks, capacity_tokens=97)
-    tokens = [min(length, cluster.longest_tokens) for length in tokens]
-    best: Best = plan_oracle(tokens, cluster, cost)
-    check_plan(best.plan)
-    assert score(best.plan, cost).makespan_seconds == best.makespan_seconds
-    assert best.bound_seconds <= best.makespan_seconds
-    assert bound_seconds(tokens, cluster, cost, lone_rings=False) <= best.makespan_seconds * (1 + 1e-9)
-    for name in planners_of(tokens, cluster):
-        assert (
-            best.makespan_seconds
-            <= plan_step(tokens, cluster, cost, PlanOptions(planner=name)).notes["predicted_seconds"]
-        )
-
-
-def test_oracle_is_the_same_twice() -> None:
-    cost = plain_cost(quadratic_seconds=1.0, linear_seconds=40.0, fixed_seconds=900.0, ring_seconds=9.0)
-    cluster = Cluster(ranks=3, capacity_tokens=60)
-    first, again = (plan_oracle([150, 61, 33, 20], cluster, cost).plan.digest() for _ in range(2))
-    assert first == again
 
 
 def test_oracle_refuses_what_is_not_tiny_and_tells_that_its_solver_is_missing(monkeypatch) -> None:

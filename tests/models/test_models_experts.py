@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 import torch
-from testing import enliven, make_batch, make_plan, tiny_tower_config
+from testing import make_batch, make_plan, tiny_model, tiny_tower_config
 from testing.laid import whole_parameters
 from testing.tiny import MODEL_TYPES, VOCAB, tiny_family_config
 
@@ -33,7 +33,7 @@ def has_experts(family):
 
 @cache
 def built(family):
-    return enliven(build_model(ModelSource(name=family, config=tiny_family_config(family), weights=False), seed=3))
+    return tiny_model(family)
 
 
 def run(family, experts, precision):

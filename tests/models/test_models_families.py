@@ -19,7 +19,6 @@ from testing.tiny import VOCAB
 from testing.varlen import ReferenceFlashAttn
 from transformers import AutoConfig, PretrainedConfig
 
-from lengthwise.attention import FlashCpuKernel
 from lengthwise.attention.cuda_kernels import FlashAttnOps
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.errors import ModelRefused, Problems
@@ -32,9 +31,8 @@ from models.test_models_checkpointing import recomputing
 from tiers import more, some
 
 BY_DEFAULT = {  # one a mechanism: dense, windows, sinks, caps, experts, latent attention, no wrap, repeats, states
-    "cohere2", "ctrl", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "hrm_text", "llama", "mixtral",
-    "olmo2", "opt", "qwen3_moe", "qwen3_5_text", "nemotron_h", "lfm2", "llama, padded vocabulary",
-    "qwen3, tied embeddings", "olmoe, router loss",
+    "ctrl", "deepseek_v3", "gemma2", "gpt_oss", "hrm_text", "qwen3_5_text", "nemotron_h", "lfm2",
+    "llama, padded vocabulary", "qwen3, tied embeddings", "olmoe, router loss",
 }  # fmt: skip
 LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
 # ctrl has no wrap; hrm_text runs its layers several times, the first times without gradients: refused by their counts.
@@ -96,16 +94,6 @@ def test_scores_capped_by_flash_attn_are_those_of_plain_hugging_face():
         assert found.gradient <= 1e-12
 
 
-def test_a_cap_that_a_kernel_leaves_out_shows():
-    class Uncapped(FlashCpuKernel):
-        caps_scores = True
-
-    pair = build_pair("gemma2", tiny_family_config("gemma2"))
-    plan = make_plan(1, (9, 4), [Piece(ranks=(0,), sequences=(0, 1))], layers=2)
-    found = family_difference(pair, plan, (9, 4), precision="fp64", kernel=Uncapped())
-    assert found.gradient > 1e-3
-
-
 @pytest.mark.parametrize(
     "label", [label if label == "qwen3_vl, qwen3_vl_text" else more(label) for label in TOWER_PAIRS]
 )
@@ -122,7 +110,7 @@ def test_text_part_of_a_model_with_towers_equals_plain_hugging_face(label):
 REFUSED = [name for name in MODEL_TYPES if name not in (*FAMILIES, *(pair[0] for pair in TOWER_PAIRS.values()))]
 
 
-@pytest.mark.parametrize("model_type", some(REFUSED, *range(0, 100, 12)))
+@pytest.mark.parametrize("model_type", some(REFUSED, *range(0, 100, 33)))
 def test_family_that_is_not_proved_is_refused_by_name_and_layer(model_type):
     try:
         config = AutoConfig.for_model(model_type)

@@ -28,14 +28,13 @@ from lengthwise.models import (
     save_model,
 )
 from lengthwise.models.families import refused_model
-from tiers import more
 
 
 def source(kind=LlamaConfig, **changes):
     return ModelSource(name="t", config=kind(**{**SIZES, **changes}), weights=False)
 
 
-@pytest.mark.parametrize(("precision", "tied"), [("bf16", False), ("fp64", True), more("fp32", True)])
+@pytest.mark.parametrize(("precision", "tied"), [("bf16", False), ("fp64", True)])
 def test_saved_model_opens_with_equal_weights(tmp_path, tied, precision):
     model, dtype = build_model(source(tie_word_embeddings=tied), seed=1), DTYPES[precision]
     flat = whole_parameters(model, SoloTransport(), dtype=dtype)
@@ -94,10 +93,11 @@ def test_keep_double_computes_norms_in_fp64():
 
 
 ENGINE_KEYS = {
-    "private": {"_attn_implementation": "org/kernels"},
-    "public": {"attn_implementation": "org/kernels"},
+    "attention": {
+        f"{before}attn_implementation{after}": "org/kernels"
+        for before, after in (("_", ""), ("", ""), ("_", "_internal"))
+    },
     "flash": {"_attn_implementation": "flash_attention_2"},
-    "internal": {"_attn_implementation_internal": "org/kernels"},
     "by part": {"_attn_implementation": {"": "org/kernels"}},
     "experts": {"_experts_implementation": "grouped_mm", "experts_implementation": "batched_mm"},
     "by layer": {"per_layer_config": {"1": {"_attn_implementation": "org/kernels"}}},
@@ -106,9 +106,8 @@ ENGINE_KEYS = {
 }
 
 
-@pytest.mark.parametrize("weights", [True, False])
 @pytest.mark.parametrize("keys", ENGINE_KEYS)
-def test_config_does_not_choose_how_to_compute(tmp_path, monkeypatch, keys, weights):
+def test_config_does_not_choose_how_to_compute(tmp_path, monkeypatch, keys):
     """`org/name` as attention makes Hugging Face load native code from the hub."""
 
     def entered(*_args, **_kwargs):
@@ -121,7 +120,7 @@ def test_config_does_not_choose_how_to_compute(tmp_path, monkeypatch, keys, weig
     save_model(build_model(source(kind, **sizes), seed=1), tmp_path / "model")
     path = tmp_path / "model" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **ENGINE_KEYS[keys]}))
-    found = find_model(str(tmp_path / "model"), weights=None if weights else "fresh")
+    found = find_model(str(tmp_path / "model"))
     assert "org" not in found.config.to_json_string()
     assert getattr(found.config, "fusion_config", None) is None
     count_parameters(found.config)
@@ -136,11 +135,10 @@ def test_config_does_not_choose_how_to_compute(tmp_path, monkeypatch, keys, weig
         assert not model.config.output_hidden_states
 
 
-@pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
-def test_config_of_endless_layers_and_experts_is_refused_before_anything_is_built(tmp_path, model_type):
+def test_config_of_endless_layers_and_experts_is_refused_before_anything_is_built(tmp_path):
     """Qwen's configs list a type for each layer as they are read, and every model makes its layers one by one."""
     endless = {"num_hidden_layers": 10**12, "num_experts": 10**6, "num_labels": 10**9, "nested": [{"n_layer": 10_001}]}
-    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **endless, "model_type": model_type}))
+    (tmp_path / "config.json").write_text(json.dumps({**SIZES, **endless, "model_type": "qwen3_moe"}))
     with pytest.raises(Problems) as caught:
         find_model(str(tmp_path))
     lines = str(caught.value).splitlines()
@@ -153,12 +151,9 @@ def test_config_of_endless_layers_and_experts_is_refused_before_anything_is_buil
     ("changes", "said"),
     [
         ({"use_cache": "true"}, "'use_cache' expected bool, got str"),
-        ({"num_attention_heads": 0}, "ZeroDivisionError"),
         ({"num_hidden_layers": -1}, "num_hidden_layers: expected at least 1; got -1"),
         ({"intermediate_size": 2**70}, "config.json: expected"),
-        ({"dtype": "float99"}, "float99"),
         ({"model_type": []}, "unhashable"),
-        ({"hidden_act": "rule"}, "rule"),
         ({"head_dim": 3}, "head_dim 3 is odd"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
         ({"model_type": "mistral", "initializer_range": float("nan")}, r"config\.json: expected .*std nan"),

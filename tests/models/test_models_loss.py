@@ -13,7 +13,6 @@ from lengthwise.core.plan import Piece
 from lengthwise.cost import loss_bytes, shape_from_config
 from lengthwise.models import (
     ModelSource,
-    build_adapted,
     build_model,
     has_own_logits,
     keep_double,
@@ -21,7 +20,6 @@ from lengthwise.models import (
     model_loss,
     text_part,
 )
-from lengthwise.models.lora import LoraConfig
 from lengthwise.program import lower_plan
 from tiers import some
 
@@ -75,7 +73,7 @@ def test_chunked_loss_equals_whole(family, dtype):
                 assert relative_error(chunked[name], gradient, floor=floor) < TOLERANCES[dtype], name
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, 2, 4))
+@pytest.mark.parametrize("family", ["gemma3_text", "granite"])
 def test_log_probabilities_in_chunks_are_those_of_all_logits_and_less_the_loss(family):
     model = tiny(family).double()
     (planned, tensors), found = microbatch(), []
@@ -111,18 +109,6 @@ def test_chunked_loss_in_bf16_is_as_near_to_fp64_as_whole():
     }
     assert errors[7] < 1.2 * errors[None]
     assert relative_error(runs[7][0], wanted) < 1.2 * relative_error(runs[None][0], wanted) + 1e-4
-
-
-def test_chunked_loss_trains_adapters_alone():
-    source = ModelSource(name="llama", config=tiny_family_config("llama"), weights=False)
-    model = build_adapted(source, LoraConfig(r=2, target_modules=("lm_head", "q_proj")), seed=3, draws_both=True)
-    wanted, gradients = loss_and_gradients(model, tokens_at_once=None)
-    found, chunked = loss_and_gradients(model, tokens_at_once=7)
-    assert relative_error(found, wanted) < 1e-13
-    assert chunked.keys() == gradients.keys()
-    assert all("lora" in name for name in gradients)
-    for name, gradient in gradients.items():
-        assert relative_error(chunked[name], gradient) < 1e-12, name
 
 
 def test_chunked_loss_holds_what_the_memory_model_says():

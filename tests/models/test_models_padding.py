@@ -1,7 +1,7 @@
 """Token counts rounded up, as GPUs want them, and attention by varlen calls: to the gradient, nothing changes."""
 
 import pytest
-from testing import build_pair, family_difference, make_batch, make_plan, run_step, tiny_family_config
+from testing import build_pair, family_difference, make_batch, make_plan, run_step, tiny_family_config, tiny_model
 from testing.tiny import VOCAB
 from testing.varlen import ReferenceVarlenOps
 
@@ -11,7 +11,6 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.models import FAMILIES, largest_head_dim
 from lengthwise.program import lower_plan
-from tiers import more
 
 # 1 and 2 leave ranks of a ring without a token; 127 to 129 lie around the multiple.
 LENGTHS = (127, 128, 129, 1, 2, 31)
@@ -29,7 +28,7 @@ PLAN = make_plan(
 def test_padding_to_128_changes_no_loss_and_no_gradient():
     """Also not of routers, whose counts are of real tokens; what differs are sums in matrices of another height."""
     changes = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    model = build_pair("qwen3_moe", tiny_family_config("qwen3_moe", changes))["planned"]
+    model = tiny_model("qwen3_moe", changes)
     batch = make_batch(LENGTHS, vocab=VOCAB, seed=1, masked=0.2)
     plain, padded = (run_step(model, PLAN, batch, kernel=FlashCpuKernel(token_multiple=each)) for each in (1, 128))
     assert (padded.loss, padded.router_loss) == pytest.approx((plain.loss, plain.router_loss), rel=1e-13)
@@ -46,10 +45,9 @@ def test_rows_are_tokens_rounded_up_and_never_none():
             assert planned.num_rows == max(1, -(-planned.num_tokens // 128)) * 128
 
 
-@pytest.mark.parametrize("model_type", ["gpt_oss", more("gemma3_text")])
-def test_the_path_of_gpus_equals_plain_hugging_face(model_type):
+def test_the_path_of_gpus_equals_plain_hugging_face():
     """Varlen calls for packs and ring diagonals, windows as the kernels count them, sinks, and padding to 128."""
-    pair = build_pair(model_type, tiny_family_config(model_type))
+    pair = build_pair("gpt_oss", tiny_family_config("gpt_oss"))
     kernel = VarlenKernel(ReferenceVarlenOps())
     difference = family_difference(pair, PLAN, LENGTHS, precision="fp64", kernel=kernel)
     assert difference.loss < 1e-12

@@ -112,18 +112,17 @@ def test_adapters_train_as_in_the_plain_loop(layout, names, tmp_path):
         assert {name: each for name, each in found.items() if not max(each) < 1e-11} == {}
 
 
-@pytest.mark.parametrize("shard", ["zero1", more("zero3")])
-def test_adapters_of_experts_in_one_parameter_train_as_in_the_plain_loop(shard, tmp_path):
+def test_adapters_of_experts_in_one_parameter_train_as_in_the_plain_loop(tmp_path):
     """Ranks run different numbers of forwards, in each of which peft swaps the parameter and puts it back."""
     config = LORA(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     steps = [rows_of([38, 37, 39, 38], 0), rows_of([38], 1)]
 
     def work(rank):
         model = adapted(config, base=experts)
-        if rank and shard == "zero1":
+        if rank:
             with torch.no_grad():
                 model(input_ids=torch.tensor([[1, 2]]))  # on one rank alone
-        return both_loops(SGD, model=model, steps=steps, capacity=40, shard=shard)
+        return both_loops(SGD, model=model, steps=steps, capacity=40, shard="zero1")
 
     assert max(map(max, in_ranks(in_double(work), 2, tmp_path))) < 1e-11
 
@@ -177,23 +176,14 @@ def in_two_dtypes(tied=False):
     return model
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (2, {"shard": "zero1", "overlap": True}),
-        (3, {"shard": "zero3"}),
-        *(more(1, {"shard": "zero1"}), more(4, {"shard": "hybrid", "ranks_per_node": 2}), more(2, {"stages": 2})),
-        more(2, {"shard": "zero1", "offload_optimizer": True}),
-    ],
-)
+@pytest.mark.parametrize(("ranks", "layout"), [(2, {"shard": "zero1", "overlap": True}), (3, {"shard": "zero3"})])
 def test_weights_in_two_dtypes_train_as_in_the_plain_loop(ranks, layout, tmp_path):
     """To the rounding of fp32, in which some weights compute; the others have fp64."""
 
     def work(_rank):
-        capacity = 64 if ranks > 1 and "stages" not in layout else 128
-        return [both_loops(SGD, model=model, steps=STEPS, capacity=capacity, **layout) for model in models]
+        return [both_loops(SGD, model=model, steps=STEPS, **layout) for model in models]
 
-    models = [in_two_dtypes(tied) for tied in (False, True)[: 1 + ("stages" not in layout)]]
+    models = [in_two_dtypes(tied) for tied in (False, True)]
     assert all({each.dtype for each in model.parameters() if each.requires_grad} == TWO for model in models)
     for found in in_ranks(work, ranks, tmp_path):
         assert max(map(max, found)) < 1e-6, found

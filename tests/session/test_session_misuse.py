@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import in_ranks
-from peft import LoraConfig, get_peft_model
 from testing.saved import whole_state
-from testing.small import rows_of, small_model
+from testing.small import VOCAB, rows_of, small_model
+from testing.towers import tiny_tower_config
+from transformers import AutoModelForImageTextToText
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused
@@ -103,19 +104,6 @@ def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
         assert others == [first] * 2
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
-def test_a_model_in_its_wrap_is_copied_with_the_wrap():
-    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = get_peft_model(small_model(torch.float32), config)
-    weights = [each for each in model.parameters() if each.requires_grad]
-    with Session(model, SGD(weights), capacity_tokens=128):
-        copied = copy.deepcopy(model)
-        assert "model PeftModel" in said(lambda: saved_as(model))
-        assert "conversion" in said(lambda: model.base_model.model.half())
-    assert type(copied) is type(model)
-    assert type(torch.load(saved_as(copied), weights_only=False)) is type(model)
-
-
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_second_session_over_the_same_model_trains_it_and_so_does_a_plain_loop_after_it(closes):
     """In bf16, where hooks of the first one would take the gradients."""
@@ -176,7 +164,7 @@ def test_a_loss_that_raises_leaves_no_room_of_the_store_taken(tmp_path):
         assert session.engine._offloading.store._room.end == 0
 
 
-@pytest.mark.parametrize("layout", [{"shard": "zero1"}, more({"shard": "zero3"}), {"stages": 2}])
+@pytest.mark.parametrize("layout", [{"shard": "zero1"}, {"stages": 2}])
 def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_ranks(layout, tmp_path):
     def work(_rank):
         model = small_model(torch.float32)
@@ -274,6 +262,14 @@ def test_odd_rows_arguments_and_losses_are_named_and_the_next_step_is_right():
         assert session.evaluate(narrow).loss == session.evaluate(ROWS[-1:]).loss
         session.optimizer.zero_grad()
         assert session.backward(ROWS).loss == expected
+
+
+def test_rows_with_images_are_refused_by_row_and_token():
+    config = tiny_tower_config("gemma3", "gemma3_text", {"vocab_size": VOCAB}, image_token_index=7)
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train()
+    wanted = "sequence 1, input_ids: expected tokens of text; got the token 7, "
+    with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
+        assert wanted in said(lambda: session.backward([[1, 2, 3], [4, 7, 5]]))
 
 
 def scaled(output, tokens, reduction="sum"):

@@ -63,12 +63,9 @@ def program(operations, ranks=2, layout="zero1", model="tied", optimizer="adamw"
     return Program(ranks=ranks, layout=layout, model=model, optimizer=optimizer, operations=tuple(operations))
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "model"),
-    [("zero1", 2, "tied"), more("zero1", 1, "unreached"), *(more(each, n, "tied") for each, n in LAYOUTS.items())],
-)
-def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, ranks, model):
-    found = verdicts([program([*each, STEP], ranks, layout, model) for each in WRITTEN.values()])
+@pytest.mark.parametrize(("layout", "ranks"), [("zero1", 2), *(more(*each) for each in LAYOUTS.items())])
+def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, ranks):
+    found = verdicts([program([*each, STEP], ranks, layout) for each in WRITTEN.values()])
     assert {name: each for name, each in zip(WRITTEN, found, strict=True) if each.kind != "same"} == {}
 
 
@@ -79,10 +76,7 @@ def test_what_one_rank_does_alone_is_named_before_the_next_step():
     assert {what: each for what, each in zip(kinds, found, strict=True) if each.kind != "refused"} == {}
 
 
-WHOLE = slice(None)
-
-
-@pytest.mark.parametrize(("ranks", "taken"), [(3, slice(1, 4)), *(more(ranks, WHOLE) for ranks in (1, 2, 3))])
+@pytest.mark.parametrize(("ranks", "taken"), [(3, slice(1, 3)), *(more(ranks, slice(None)) for ranks in (1, 2, 3))])
 def test_random_programs_are_the_plain_loop_or_refused(ranks, taken):
     programs = [each for each in PROGRAMS if each.ranks == ranks][taken]
     found = verdicts(programs)

@@ -6,16 +6,14 @@ from functools import partial
 import pytest
 import torch
 from loops import both_loops, in_double, in_ranks
-from testing.small import loss_tokens, plain_losses, rows_of, small_model
+from testing.small import rows_of, small_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 
 from lengthwise import Session
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import LengthwiseError, ModelRefused
-from lengthwise.models import keep_double
 from lengthwise.session.stages import cut_stages
-from tiers import more
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 LAYERS = {"num_hidden_layers": 4}
@@ -38,20 +36,6 @@ def test_a_session_whose_stages_measure_what_fits_gives_what_the_plain_loop_give
     assert max(max(differences) for differences in in_ranks(work, 2, tmp_path)) < 1e-12
 
 
-@pytest.mark.parametrize(("ranks", "capacity"), [(4, "auto"), more(2, 256)])
-def test_a_session_without_an_optimizer_evaluates_in_stages(ranks, capacity, tmp_path):
-    rows = rows_of([5, 70, 9, 33], 0)
-
-    def work(_rank):
-        model = small_model(tie_word_embeddings=True, **LAYERS)
-        with keep_double(torch.float64):
-            expected = sum(plain_losses(model, rows)).item() / loss_tokens(rows)
-            with Session(model, stages=2, capacity_tokens=capacity) as session:
-                return abs(session.evaluate(rows).loss - expected)
-
-    assert max(in_ranks(work, ranks, tmp_path)) < 1e-12
-
-
 def test_stages_of_models_that_differ_are_refused(tmp_path):
     def work(rank):
         model = small_model(**LAYERS)
@@ -63,10 +47,6 @@ def test_stages_of_models_that_differ_are_refused(tmp_path):
     in_ranks(work, 2, tmp_path)
 
 
-def share_a_module(model):
-    model.model.layers[3].mlp = model.model.layers[0].mlp
-
-
 def share_a_weight(model):
     model.model.layers[2].mlp.up_proj.weight = model.model.layers[1].mlp.up_proj.weight
 
@@ -76,7 +56,7 @@ def share_a_buffer(model):
         layer.scale = model.model.rotary_emb  # has buffers alone
 
 
-@pytest.mark.parametrize("share", [share_a_module, share_a_weight, share_a_buffer])
+@pytest.mark.parametrize("share", [share_a_weight, share_a_buffer])
 def test_layers_that_stages_would_have_as_copies_are_refused_by_name_and_others_train(share, tmp_path):
     def work(_rank):
         model = small_model(**LAYERS)

@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 from loops import in_double, in_ranks, planned_loop
-from testing.saved import whole_state
 from testing.small import plain_loop, small_model, steps_of
 from transformers import AutoModelForCausalLM
 
@@ -16,49 +15,7 @@ from lengthwise.session import open as session_open
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-STEPS = [[97, 60, 5], [1, 40, 81]]
 CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
-def test_adapters_on_a_frozen_base_of_another_dtype(tmp_path):
-    """The base keeps bf16, gathered so; adapters train in fp32, and are saved as peft saves them.
-
-    The optimizer's groups have the base, too, and keep none of it alive where it is cut.
-    """
-    peft = pytest.importorskip("peft")
-
-    def adapted():
-        torch.manual_seed(2)
-        config = peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        return peft.get_peft_model(small_model(torch.bfloat16, tie_word_embeddings=True), config)
-
-    def work(rank):
-        found = {}
-        for shard in ("zero1", "zero3"):
-            model = adapted()
-            optimizer = ADAMW(model.parameters())
-            with Session(model, optimizer, capacity_tokens=64, shard=shard) as session:
-                frozen = [each for each in optimizer.param_groups[0]["params"] if not each.requires_grad]
-                held = sum(each.untyped_storage().nbytes() for each in frozen)
-                assert held == (2 * len(frozen) if shard == "zero3" else 2 * sum(each.numel() for each in frozen))
-                losses = planned_loop(session, optimizer, CONSTANT(optimizer), steps_of()[:2])
-                dtypes = {each.dtype for each in model.parameters() if not each.requires_grad}
-                session.save_pretrained(tmp_path / shard)
-                found[shard] = losses, whole_state(session).get("master_weights"), dtypes
-        return found
-
-    found, _ = in_ranks(work, 2, tmp_path)
-    (losses, weights, dtypes), (expected, others, _) = found["zero3"], found["zero1"]
-    assert dtypes == {torch.bfloat16}
-    assert losses[0] == pytest.approx(expected[0], rel=1e-3)  # of bf16: plans differ
-    assert weights.keys() == others.keys()
-    saved = [peft.utils.load_peft_weights(str(tmp_path / shard)) for shard in ("zero1", "zero3")]
-    assert saved[0].keys() == saved[1].keys()
-    assert len(saved[1]) == len(weights)
-    for name, each in saved[1].items():
-        own = weights[name.replace(".weight", ".default.weight")]
-        assert torch.equal(each, own), name
 
 
 def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
