@@ -6,11 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from testing.small import make_rows
-from transformers import AutoModelForCausalLM
 
 import lengthwise
 from run.small_runs import call, write_run
-from tiers import more
 
 KEYS = {"steps": 6, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}}
 
@@ -70,13 +68,8 @@ def test_what_is_broken_is_named_and_the_status_says_it(own, capsys):
     assert "No such file" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("keys", [
-    more({}),
-    more({"precision": "bf16"}),
-    {"lora": {"r": 4}},
-], ids=str)  # fmt: skip
-def test_an_exported_checkpoint_is_the_model_of_a_run_that_ended_there(tmp_path, keys):
-    path = write_run(tmp_path, make_rows([30, 12, 5, 60]), **{**KEYS, **keys})
+def test_an_exported_checkpoint_is_the_model_of_a_run_that_ended_there(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 60]), lora={"r": 4}, **KEYS)
     lengthwise.train(path, ranks=2)
     lengthwise.train(path, ranks=1, overrides=["steps=4", "output=short"])
     exported = tmp_path / "exported"
@@ -90,10 +83,7 @@ def test_an_exported_checkpoint_is_the_model_of_a_run_that_ended_there(tmp_path,
     (name,) = (each.name for each in earlier.glob("*.safetensors"))
     ours, theirs = load_file(earlier / name), load_file(tmp_path / "short/model" / name)
     for key, value in ours.items():
-        tolerance = 2e-2 if keys.get("precision") == "bf16" else 1e-9
-        torch.testing.assert_close(value, theirs[key], rtol=tolerance, atol=tolerance / 10)
-    if "lora" not in keys:
-        AutoModelForCausalLM.from_pretrained(earlier)
+        torch.testing.assert_close(value, theirs[key], rtol=1e-9, atol=1e-10)
 
 
 def test_an_export_of_a_broken_checkpoint_or_of_other_settings_writes_nothing(own, tmp_path, capsys):
@@ -117,9 +107,7 @@ def test_an_export_of_a_broken_checkpoint_or_of_other_settings_writes_nothing(ow
 
 @pytest.mark.parametrize(("arguments", "said"), [
     (("export", "{out}"), "TO: expected a folder or file with export"),
-    (("verify", "{out}", "x"), "TO: expected a folder or file with export only"),
     (("list", "{out}", "--step", 2), "--step: expected none for list"),
-    (("verify", "{out}", "--step", 0), "--step"),
     (("verify", "{out}", "--step", 3), "after step 3; got checkpoints after 2, 4, 6"),
     (("export", "{out}", "{new}", "--step", 3), "after step 3; got checkpoints after 2, 4, 6"),
     (("export", "{out}", "{out}"), "expected a new folder"),

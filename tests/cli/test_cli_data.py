@@ -100,30 +100,16 @@ def test_data_of_a_run_file_and_of_ids_shows_ids(tmp_path, capsys):
     assert "row 2 (train.jsonl:2): 2 tokens, 1 with a loss" in said(capsys, path, "--row", 2)
 
 
-def test_data_of_texts_beside_ids_shows_ids_that_are_no_bytes(tmp_path, capsys):
-    path = write_rows(tmp_path / "rows.jsonl", [{"text": "ab"}, {"input_ids": [300, 98, 7], "labels": [-100, 98, 7]}])
-    assert "loss         2  'b\\x07'" in said(capsys, path, "--row", 2)
-    assert "no loss      1  '<300>'" in said(capsys, path, "--row", 2)
-
-
-def test_data_says_what_a_step_takes_elsewhere(rows, capsys):
-    text = said(capsys, rows, "--gpus", 2, "--model", "llama-7b", "--batch-tokens", "1K", status=2)
-    assert re.search(r"simulated: 2 x h100, 1.*K bytes a step, longest sequence 90: ", text)
-    assert " with Lengthwise; the best otherwise takes " in text
-
-
-@pytest.mark.parametrize("of_run_file", [True, False])
-def test_data_and_simulate_answer_alike(tmp_path, capsys, of_run_file):
-    """Of a run file for its own first steps, of rows for 128K tokens a GPU."""
+def test_data_and_simulate_answer_alike(tmp_path, capsys):
+    """Of a run file for its own first steps."""
     path = write_run(tmp_path, make_rows([4000] * 5 + [10000]), global_batch={"sequences": 3}, lora={"r": 4})
-    named = path if of_run_file else tmp_path / "train.jsonl"
     asked = ("--gpus", 2, "--model", "qwen3-8b")
-    (answer,) = re.findall("simulated: (.*)", said(capsys, named, *asked))
-    status, text, _ = simulate(capsys, *([named] if of_run_file else ["--data", named]), *asked)
+    (answer,) = re.findall("simulated: (.*)", said(capsys, path, *asked))
+    status, text, _ = simulate(capsys, path, *asked)
     assert status == 0
     assert text.splitlines()[0] == answer
-    assert ("13.7K tokens a step" if of_run_file else "261K tokens a step") in answer
-    assert ("LoRA of rank 4" in text) == of_run_file
+    assert "13.7K tokens a step" in answer
+    assert "LoRA of rank 4" in text
 
 
 @pytest.mark.parametrize(

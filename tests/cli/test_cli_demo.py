@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from testing.small import make_rows, write_model
+from testing.small import write_model
 
 from lengthwise.cli import demo
 from lengthwise.config import load_config
@@ -16,7 +16,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.data import Batches, ByteTokenizer, load_dataset
 from lengthwise.run.callbacks import StepMetrics, TrainResult
 from lengthwise.run.verify import VerifyReport
-from run.small_runs import call, write_run
+from run.small_runs import call
 
 PLAN = Plan(
     ranks=4, layers=1, capacity=8, tokens=(3,),
@@ -61,29 +61,6 @@ def test_demo_steps_hold_12k_to_16k_tokens(tmp_path):
     ranks = [int(found) for found in re.findall(r"(?:verify|plan) .*--ranks (\d+)", demo._NEXT)]
     assert len(ranks) == 2
     assert min(ranks) * config.capacity_tokens >= dataset.lengths.max()  # or what it says comes next is refused
-
-
-def test_demo_trains_the_first_steps_again_with_a_static_mesh(tmp_path):
-    path = write_run(tmp_path, make_rows([30, 12, 5, 40, 8, 9]), capacity_tokens=24, steps=4)
-    static = demo.train_static(path, 2, ranks=2)
-    assert len(demo.read_metrics(static)) == 2
-    assert "planner: static" in (static / "config.yaml").read_text()
-    ours, other = ([{"loss": each} for each in losses] for losses in ([4.0, 2.0, 1.0], [4.0, 2.2]))
-    said = demo.comparison_line(ours, other)
-    assert said == "losses of 2 steps agree to 9e-02: plans change the time, not the result"
-
-
-def test_demo_quotes_what_simulate_does_and_draws_both_on_one_scale():
-    told = list(demo.simulated_lines([100, 500, 2000, 3000, 120_000, 400_000] * 100))
-    assert told[0] == "qwen3-8b, 41 files"
-    assert told[1].startswith("8 x h100, ")
-    assert "longest sequence 117K" in told[1]
-    gpus = [line for line in told if line.startswith("GPU ")]
-    assert len(gpus) == 16
-    other, ours = (max(map(len, each)) - len("GPU 0 ||") for each in (gpus[:8], gpus[8:]))
-    took = [float(each) for each in re.findall(r"([\d.]+) s (?:with Lengthwise|\(FSDP2)", told[1])]
-    assert took[1] / took[0] == pytest.approx(other / ours, rel=0.05)
-    assert all("#" in line or "=" in line for line in gpus)
 
 
 def fake_parts(monkeypatch, *, opened=True, stopped_by=None):

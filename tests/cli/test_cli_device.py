@@ -4,18 +4,11 @@ import pytest
 import torch
 from testing.small import make_rows
 
-from lengthwise.cli.train import describe_job
 from lengthwise.comm import devices
 from lengthwise.core.environment import prepare_environment
 from lengthwise.run import prepared_run as start
 from lengthwise.run.launch import on_ranks
 from run.small_runs import call, write_run
-
-
-def test_device_cuda_without_a_gpu_is_told_before_anything_starts(tmp_path, capfd):
-    assert call("train", write_run(tmp_path, make_rows([5]), device="cuda")) == 2
-    assert "device: expected a GPU, for device: cuda; got none (torch " in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def _driver_too_old(monkeypatch, tmp_path):
@@ -54,19 +47,6 @@ def test_gpu_that_the_user_has_hidden_or_does_not_ask_for_is_not_missed(tmp_path
     path = write_run(tmp_path, make_rows([5]), device=device)
     begun = start.read_start(path, (), ranks=None, timeout_seconds=10)
     assert (begun.ranks, begun.gpus) == (1, 0)
-
-
-def test_train_says_that_a_build_without_cuda_leaves_the_gpu_unused(tmp_path, monkeypatch):
-    path = write_run(tmp_path, make_rows([5]))
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    described = {}
-    for there in (False, True):
-        monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
-        begun = start.read_start(path, (), ranks=None, timeout_seconds=10)
-        described[there] = describe_job(begun.job())
-        (tmp_path / "nvidiactl").touch()
-    assert "1 process on CPU, planner" in described[False]
-    assert "1 process on CPU, as this build of torch has no CUDA, though the machine has a GPU" in described[True]
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,7 @@
 
 import json
 import os
-import re
-import subprocess
-import sys
 
-import pytest
 from testing.small import write_model
 
 from cli.plan_calls import plan_without_torch, read_plan
@@ -14,16 +10,12 @@ from lengthwise.core import host_memory
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
 from run.small_runs import call, train, write_run
-from tiers import more
 
 
-@pytest.mark.parametrize("planner", ["lengthwise", more("static")])
-def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path, planner):
+def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path):
     texts = [{"text": "x" * n} for n in (30, 1, 12, 5, 61, 2, 90, 17)]
     write_model(tmp_path / "model", vocab_size=256)
-    path = write_run(
-        tmp_path, texts, model=tmp_path / "model", tokenizer="bytes", global_batch={"sequences": 6}, planner=planner
-    )
+    path = write_run(tmp_path, texts, model=tmp_path / "model", tokenizer="bytes", global_batch={"sequences": 6})
     said = plan_without_torch("--config", path, "--ranks", 3, "--out", tmp_path / "plan.json")
     assert "6 sequences" in said
     made = read_plan(tmp_path / "plan.json")
@@ -33,30 +25,20 @@ def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path, 
     assert (made.ranks, made.layers) == (3, 2)
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({}, "shard zero3: zero1 would take"),
-        more({"shard": "zero3"}, ""),
-        ({"shard": "hybrid", "ranks_per_node": 2}, ""),
-        more({"planner": "static"}, ""),
-    ],
-)
-def test_plan_takes_the_layout_that_training_takes(tmp_path, monkeypatch, capsys, keys, said):
+def test_plan_takes_the_layout_that_training_takes(tmp_path, monkeypatch, capsys):
     """With its costs: of a model with a tied head, in the memory that there is."""
     write_model(tmp_path / "model", vocab_size=256, tie_word_embeddings=True, num_hidden_layers=12)
-    keys = {"model": tmp_path / "model", "tokenizer": "bytes", "global_batch": {"sequences": 6}, "steps": 1, **keys}
+    keys = {"model": tmp_path / "model", "tokenizer": "bytes", "global_batch": {"sequences": 6}, "steps": 1}
     path = write_run(tmp_path, [{"text": "x" * n} for n in (30, 1, 12, 5, 61, 2, 90, 17)], **keys)
-    size = 38e6 if "planner" not in keys else 1e9
-    monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: size)
+    monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: 38e6)
     assert call("plan", "--config", path, "--ranks", 4, "--out", tmp_path / "plan.json") == 0
-    assert said in " ".join(capsys.readouterr().out.split())
+    assert "shard zero3: zero1 would take" in " ".join(capsys.readouterr().out.split())
     made = read_plan(tmp_path / "plan.json")
-    monkeypatch.setattr(host_memory, "_available_bytes", lambda: size)
+    monkeypatch.setattr(host_memory, "_available_bytes", lambda: 38e6)
     output = train(path, "--ranks", 4)
     run = Plan.from_json(read_plan_text(output / "plans/step-000001.json.gz"))
     assert (made.tokens, made.microbatches, made.capacity) == (run.tokens, run.microbatches, run.capacity)
-    assert ("waves" in made.requires) == ("planner" not in keys)
+    assert "waves" in made.requires
 
 
 def test_plan_of_lengths_and_of_a_recipe(tmp_path, capsys):
@@ -93,21 +75,6 @@ def test_plan_file_may_be_read_by_others(tmp_path, lengths):
     assert read_plan(out).tokens == (5, 70, 9)
 
 
-def test_plan_interrupted_while_it_starts_says_so(tmp_path):
-    code = (
-        "import sys, types\n"
-        "class Interrupted(types.ModuleType):\n"
-        "    def __getattr__(self, name):\n"
-        "        raise KeyboardInterrupt\n"
-        "sys.modules['tyro'] = Interrupted('tyro')\n"
-        "from lengthwise.__main__ import main\n"
-        "main()"
-    )
-    done = subprocess.run([sys.executable, "-c", code, "plan"], capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 130
-    assert done.stderr == "interrupted: nothing was saved\n"
-
-
 def test_plan_takes_a_models_folder_for_its_shape_and_makes_the_folders_of_its_output(tmp_path, lengths):
     """Names of files are printed as they are, though they look like markup."""
     write_model(tmp_path / "my-model", vocab_size=256)
@@ -117,10 +84,3 @@ def test_plan_takes_a_models_folder_for_its_shape_and_makes_the_folders_of_its_o
     assert read_plan(out).layers == 2
     assert f"written to {out}" in said
     assert "3 sequences, 84 tokens, longest 70; 1 rank of 128 tokens" in said
-
-
-def test_plan_help_names_first_what_every_plan_needs(capsys):
-    call("plan", "--help")
-    options = re.findall(r"^\W? (--[a-z]+)", capsys.readouterr().out, re.MULTILINE)
-    assert options[:5] == ["--config", "--lengths", "--ranks", "--capacity", "--out"]
-    assert options[-4:] == ["--mode", "--virtual", "--offload", "--heads"]

@@ -46,32 +46,22 @@ def arguments_of(changes):
     {
         "--capacity -": ["--capacity", "--recompute auto"],
         "--lengths -": ["got none"],
-        "--config run.yaml": ["got --config and --lengths"],
-        "--planner lenghtwise": ["`lengthwise`"],
         "--planner statik": ["`static`"],
         "--model-shape lama-7b": ["llama-7b", "or a model's folder or its config.json"],
         "--hardware h1000": ["Did you mean `h100`?", "or the path of a JSON file"],
-        "--capacity 0": ["] --capacity: expected", "got 0"],
         "--capacity 8kilo": ["--capacity: expected a whole number of tokens, such as 8192, 256K"],
-        "--ranks -3": ["--ranks", "got -3"],
         "--ranks 1000000000": ["--ranks: expected a whole number from 1 to 262144"],
         f"{CONFIG} --ranks 0": ["ranks", "got 0"],
-        f"{CONFIG} --capacity -3": ["capacity", "got -3"],
         "--capacity 30": ["sequence 1", "70 tokens", "3 ranks", "raise --capacity to 35"],
         "--lengths - --config long/run.yaml --capacity -": ["70 tokens", "3 ranks", "raise capacity_tokens to 35"],
         "--lengths - --config long/run.yaml --capacity 20": ["raise --capacity to 35"],
         "--speeds 1,1,1": ["--speeds: expected 2, one per rank; got 3"],
         "--speeds 1,quick": ["--speeds: entry 2"],
-        **{f"--speeds {text}": ["--speeds: entry"] for text in ("1,,1", "x1", "0x1", "-1x1", "1.5x1")},
-        "--speeds recipe.json": ["recipe.json: expected a JSON list"],
-        "--speeds none.json": ["none.json"],
+        "--speeds 0x1": ["--speeds: entry"],
         "--speeds speeds.json": ["rank 0", "rank 1"],
         "--lengths twice-seed.json": ['the key "seed" twice'],
         "--cost twice.json": ['the key "linear_seconds" twice'],
-        "--hardware twice.json": ['the key "linear_seconds" twice'],
-        "--model-shape twice.json": ['the key "linear_seconds" twice'],
-        **{f"--{name} pipe": ["pipe"] for name in ("lengths", "cost", "hardware", "model-shape", "speeds")},
-        "--measurements pipe": ["pipe"],
+        "--cost pipe": ["pipe"],
         "--out folder": ["error[output] "],
         "--out lengths.json/plan.json": ["error[output] "],
         f"--out {NAME}": ["one that is too long"],
@@ -79,20 +69,15 @@ def arguments_of(changes):
         "--cost cost.json --model-shape llama-7b --hardware h100": ["--model-shape", "--hardware"],
         "--cost cost.json --ranks-per-node 8": ["--ranks-per-node"],
         "--cost cost.json --offload auto --heads auto": ["offload: expected off", "heads: expected off"],
-        "--ranks-per-node 0": ["--ranks-per-node: expected a whole number"],
         f"{CONFIG} --ranks-per-node 8": ["--hardware"],
         f"{CONFIG} --model-shape llama-7b": ["--model-shape: expected --hardware beside it", "Add --hardware h100"],
         f"{CONFIG} --recompute layer": ["--config"],
         "--mode wave": ["waves"],
         "--mode waves --planner static": ["static"],
         "--stages 4": ["Use mode pipeline, or leave --stages out."],
-        "--virtual 4": ["Use mode pipeline, or leave --virtual out."],
         "--mode pipeline": ["stages: expected a number in mode pipeline; got none. Give --stages."],
         "--mode pipeline --stages 33": ["1 to the 32 layers"],
-        "--mode pipeline --stages 4 --virtual 0": ["virtual"],
-        "--offload always": ["offload"],
         "--recompute auto": ["nothing beside --recompute auto"],
-        "--recompute layers": ["recompute"],
         "--capacity - --recompute auto --model-shape llama-70b": [
             "--model-shape llama-70b: expected weights, gradients and optimizer that leave room for 128 tokens",
             "Give --capacity in place of --recompute auto.",
@@ -109,10 +94,7 @@ def test_plan_refuses_what_cannot_be(files, monkeypatch, capfd, changes, told):
     assert sorted(files.iterdir()) == before
 
 
-@pytest.mark.parametrize(
-    "text", ["", "[1e400]", "[]", "[1, 0]", "[1.5]", "[true]", '["3"]', '{"recipe": "byte"}',
-             '{"recipe": "byted", "tokens": -1, "seed": 0}', '{"recipe": "byted", "tokens": 1000, "seeds": 0}'],
-)  # fmt: skip
+@pytest.mark.parametrize("text", ["[1e400]", "[]", "[1, 0]", "[true]", '{"recipe": "byted", "tokens": -1, "seed": 0}'])
 def test_plan_refuses_a_broken_lengths_file(tmp_path, monkeypatch, capfd, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.json").write_text(text)

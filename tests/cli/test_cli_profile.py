@@ -1,7 +1,6 @@
 """`lengthwise profile`, and `plan` and `simulate` with what it wrote."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from testing.small import make_rows
@@ -9,8 +8,7 @@ from testing.small import make_rows
 from cli.plan_calls import plan_without_torch, read_plan, refused
 from cost.measured_samples import measurements_of, samples_of
 from cost.test_cost_fit import machine
-from lengthwise.cli.profile import Profile, print_measurements
-from lengthwise.core.measurements import Term
+from lengthwise.cli.profile import Profile
 from lengthwise.cost import named_hardware
 from lengthwise.cost.measured import read_measurements
 from run.small_runs import call, write_run
@@ -72,21 +70,13 @@ def test_profile_refuses_before_it_measures(tmp_path, capfd):
 
 
 def test_measurements_stand_alone(tmp_path, capfd, measured, lengths):
-    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", 64, "--measurements", measured)
-    rest = (*rest, "--out", tmp_path / "plan.json")
-    err = refused(capfd, *rest, "--model-shape", "llama-7b", "--hardware", "h100", "--stages", 2)
-    for option in ("--model-shape", "--hardware", "--stages"):
+    rest = ("--lengths", lengths, "--ranks", 2, "--measurements", measured)
+    asked = ("--capacity", 64, "--out", tmp_path / "plan.json", "--model-shape", "llama-7b", "--hardware", "h100")
+    err = refused(capfd, *rest, *asked, "--stages", 2)
+    assert call("simulate", *rest, "--out", tmp_path / "out", "--model", "tiny", "--pp", 2) == 2
+    err += capfd.readouterr().err
+    for option in ("--model-shape", "--hardware", "--stages", "--model", "--pp"):
         assert f"{option}: expected nothing beside --measurements" in err
-    cost = tmp_path / "cost.json"
-    cost.write_text('{"linear_seconds": 1}')
-    assert "--measurements: expected nothing beside --cost" in refused(capfd, *rest, "--cost", cost)
-    assert call("simulate", "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "out") == 2
-    assert "one of --model and --measurements" in capfd.readouterr().err
-    asked = ("--model", "tiny", "--pp", 2, "--measurements", measured)
-    assert call("simulate", "--lengths", lengths, "--ranks", 2, "--out", tmp_path / "out", *asked) == 2
-    err = capfd.readouterr().err
-    assert "--model: expected nothing beside --measurements" in err
-    assert "--pp: expected nothing beside --measurements" in err
 
 
 def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, measured):
@@ -100,16 +90,6 @@ def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, m
     err = refused(capfd, "--config", other, *rest)
     assert "precision: expected bf16" in err
     assert "leave --measurements out" in err
-
-
-@pytest.mark.parametrize(("error", "said"), [(0.04, "4.0"), (0.9, "hardly known from"), (None, "unknown")])
-def test_a_term_that_its_samples_do_not_tell_is_named(capsys, error, said):
-    found = measurements_of(samples_of(machine()))
-    terms = {**found.fit.terms, "linear_seconds": Term(value=1e-5, relative_error=error)}
-    print_measurements(replace(found, fit=replace(found.fit, terms=terms)))
-    line = next(line for line in capsys.readouterr().out.splitlines() if "linear_seconds" in line)
-    assert said in line
-    assert ("hardly known" in line) == (error == 0.9)
 
 
 def test_what_stands_for_a_gpu_that_is_not_described_is_said(tmp_path, monkeypatch, capfd):

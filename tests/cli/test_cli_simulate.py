@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from cli.simulate_calls import OWN, SMALL, simulate
-from lengthwise.cli.sources import drawn_batch, listed_lengths
+from lengthwise.cli.sources import listed_lengths
 
 
 def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, capsys) -> None:
@@ -45,15 +45,6 @@ def test_simulate_pipelines_stage_by_stage(tmp_path, capsys) -> None:
     status, _, said = simulate(capsys, *SMALL, *mesh, "--mode", "free", "--virtual", 2, "--out", tmp_path / "no")
     assert status == 2
     assert "Use mode pipeline, or leave --virtual out." in said
-
-
-def test_drawn_batches_take_every_sequence_before_any_twice() -> None:
-    known = [5, 10, 20, 40]
-    assert sorted(drawn_batch(known, 75, 0)) == known
-    twice = drawn_batch(known, 100, 1)
-    assert sorted(twice[:4]) == known
-    assert 100 <= sum(twice) < 140
-    assert drawn_batch(known, 100, 1) == twice != drawn_batch(known, 100, 2)
 
 
 def test_published_lengths_with_prompts_fill_batches_within_the_context() -> None:
@@ -138,29 +129,19 @@ def test_simulate_touches_no_files_of_others(tmp_path, capsys, monkeypatch, name
     assert (tmp_path / name).read_text() == text
 
 
-def test_simulate_answers_first_in_one_sentence_and_six_rows(tmp_path, capsys) -> None:
-    """Nothing is written unasked; sentence, table and JSON say the same; adapters and kernels are priced."""
+def test_simulate_answers_first_in_one_sentence(tmp_path, capsys) -> None:
+    """Nothing is written unasked; adapters and kernels are priced."""
     asked = ("--model", "Qwen/Qwen3-8B", "--gpus", 8, "--lengths", "github", "--batch-tokens", "256K", "--batches", 1)
-    status, said, error = simulate(capsys, *asked)
-    assert status == 0, error
-    sentence, _, _, *rows = said.splitlines()[:9]
-    assert sentence.startswith("8 x h100, 256K tokens a step, longest sequence 110K: ")
-    assert [row[:21].strip() for row in rows][::5] == ["FSDP2, padded", "Lengthwise"]
-    assert "planner" not in said.partition("More: --details")[0]
-    assert "attention at the speed of cuDNN (blocks from 32K) and FlashAttention-2 (packs" in said
     found = {}
     for name, more in {"whole": (), "lora": ("--lora", 16), "quick": ("--kernel", "flash3")}.items():
-        assert simulate(capsys, *asked, *more, "--out", tmp_path / name)[0] == 0
+        status, said, _ = simulate(capsys, *asked, *more, "--out", tmp_path / name)
+        assert status == 0
         assert {each.name for each in (tmp_path / name).iterdir()} == {"simulation.json", "report.html"}
         found[name] = json.loads((tmp_path / name / "simulation.json").read_text())["answer"]
-    assert found["whole"]["sentence"] == sentence
-    ours = found["whole"]["rows"][-1]["step_seconds"]
-    assert f"{sum(ours) / len(ours):.3g} s with Lengthwise" in sentence
-    assert sentence in (tmp_path / "whole/report.html").read_text()
+        assert said.splitlines()[0] == found[name]["sentence"]
     for name in ("lora", "quick"):
         pairs = zip(found["whole"]["rows"], found[name]["rows"], strict=True)
         assert {b["step_seconds"] < a["step_seconds"] for a, b in pairs if a["step_seconds"]} == {True}, name
-    assert "attention at the speed of FlashAttention-3" in (tmp_path / "quick/report.html").read_text()
     for more, told in {
         ("--lora", 16, "--details"): "--lora: expected nothing beside planners in detail",
         ("--kernel", "flash4"): "--kernel: expected one of flash2, flash3, cudnn",

@@ -53,7 +53,6 @@ def is_running(process: int) -> bool:
         (True, signal.SIGKILL, 1, "fewer devices or --planners, or --mesh same"),
         (False, signal.SIGINT, 130, "interrupted"),
         more(False, signal.SIGTERM, -signal.SIGTERM, ""),
-        more(False, signal.SIGHUP, -signal.SIGHUP, ""),
         more(False, signal.SIGKILL, -signal.SIGKILL, ""),
     ],
 )

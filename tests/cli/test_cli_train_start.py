@@ -1,13 +1,9 @@
 """What `lengthwise train` says before its first step."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 from testing.small import make_rows
 
 from lengthwise.cli.train import describe_job
-from lengthwise.run.job import Job
 from run.small_runs import call, job_of, write_run
 
 
@@ -34,15 +30,6 @@ def test_rows_that_a_run_never_draws_are_not_priced(tmp_path):
     other, _ = told(path, overrides=["steps=8"])
     assert 0 < len(short) < 8
     assert all(job.estimated_step_seconds < other.estimated_step_seconds / 5 for job in short)
-
-
-def test_train_says_how_long_the_rest_of_a_run_will_take(tmp_path, monkeypatch):
-    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, steps=100)
-    job, _ = told(path)
-    monkeypatch.setattr(Job, "estimated_step_seconds", 2.5)
-    assert "time    roughly 2.50 s a step, 4 min 10 s in all, estimated for cpu: a rough guess" in describe_job(job)
-    resumed = replace(job, resume=SimpleNamespace(step=90))
-    assert " 25.0 s in all" in describe_job(resumed)
 
 
 @pytest.mark.parametrize("rate", [0.0, 1e-3])

@@ -9,7 +9,6 @@ import torch
 from testing.small import make_rows, write_model
 
 from lengthwise.attention import heads, partials
-from lengthwise.cli import verify as cli_verify
 from lengthwise.cli.verify import Verify
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
@@ -18,8 +17,8 @@ from lengthwise.program import MicrobatchProgram
 from lengthwise.run import verify, verify_batch
 from lengthwise.run.rounding import FACTOR, TOLERANCES
 from lengthwise.session import engine
-from run.small_runs import call, write_rows, write_run
-from tiers import more, some
+from run.small_runs import call, write_run
+from tiers import more
 
 
 def full(*arguments):
@@ -33,27 +32,18 @@ def run_file(tmp_path):
     return write_run(tmp_path, rows, global_batch={"sequences": 6})
 
 
-@pytest.mark.parametrize(("ranks", "precision"), [(3, "fp64"), (3, "bf16"), more(2, "fp64"), more(3, "fp32")])
+@pytest.mark.parametrize(("ranks", "precision"), [(3, "bf16"), more(3, "fp64"), more(3, "fp32")])
 def test_verify_passes(run_file, capfd, ranks, precision):
     assert full(run_file, "--ranks", ranks, "--set", f"precision={precision}") == 0
     out = capfd.readouterr().out
     assert "PASS" in out
     assert "FAIL" not in out
-    by_rounding = "all against fp32; tolerance 2 x plain bf16 (attention sdpa and eager) + 0.002: PASS"
-    assert {"fp64": "tolerance 1e-12", "fp32": "tolerance 1e-05", "bf16": by_rounding}[precision] in out
-    assert (", plain bf16 " in out) == (precision == "bf16")
+    assert {"fp64": "tolerance 1e-12", "fp32": "tolerance 1e-05", "bf16": "tolerance 2 x plain bf16"}[precision] in out
     assert "exercised: rings of " in out
-    assert "transfers: gloo" in out
-    assert "attention kernel: " in out
 
 
 def test_verify_warns_where_nothing_was_cut_and_what_it_says_then_cuts(run_file, capfd):
     """It leaves no output."""
-    assert full(run_file, "--ranks", 1, "--set", "capacity_tokens=64") == 0
-    out = capfd.readouterr().out
-    assert "exercised: packs on one rank, no ring\n" in out
-    assert ": PASS (no ring: " in out.splitlines()[-1]
-    assert "warning: no sequence was cut, so rings were not compared. Give --ranks 2 or more." in out
     uncut = ["--set", "planner=packed-dp", "capacity_tokens=64"]
     assert full(run_file, "--ranks", 2, *uncut) == 0
     out = capfd.readouterr().out
@@ -62,25 +52,10 @@ def test_verify_warns_where_nothing_was_cut_and_what_it_says_then_cuts(run_file,
     out = capfd.readouterr().out
     assert "exercised: rings of 2 ranks" in out
     assert "warning" not in out
-    rows = write_rows(run_file.parent / "short.jsonl", make_rows([*[3] * 60, 100]))
-    few = (f"data.0.path={rows}", "global_batch.sequences=2", "capacity_tokens=64")
-    assert full(run_file, "--ranks", 2, "--set", *few) == 0
-    out = capfd.readouterr().out
-    assert "has 3 tokens, the longest of the data 100. Use another seed or a larger global_batch" in out
     assert not (run_file.parent / "out").exists()
 
 
-def test_verify_says_beforehand_what_it_will_take(run_file, capfd, monkeypatch):
-    monkeypatch.setattr(cli_verify, "memory_bytes", lambda: 1e3)
-    assert full(run_file, "--ranks", 2) == 0, "it refuses nothing"
-    lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == "verify: 6 sequences, 111 tokens, fp64, 2 ranks against one process"
-    assert lines[1] == "expected: mostly the start of the ranks; the passes themselves are short"
-    assert lines[2].startswith("warning: this machine has 1.00KB of memory")
-
-
-@pytest.mark.parametrize("ranks", some([2, 3, 5], 1))
-def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose(tmp_path, capfd, monkeypatch, ranks):
+def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(verify_batch, "SECONDS", 1e-4)
     rows = make_rows([600, 500, *[90] * 20])
     for row in rows[:2]:  # a loss at the end alone, as in a chat
@@ -90,7 +65,7 @@ def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose
         tmp_path, rows, model=model, global_batch={"sequences": 22}, capacity_tokens=512,
         offload={"store": "disk", "path": str(tmp_path)},
     )  # fmt: skip
-    assert call("verify", path, "--ranks", ranks) == 0
+    assert call("verify", path, "--ranks", 3) == 0
     out = capfd.readouterr().out
     changed = next(line for line in out.splitlines() if line.startswith("for this check: "))
     assert " of 22 sequences, cut to at most " in changed
@@ -126,19 +101,22 @@ def three_heads(plan):
     plan["requires"] = ["heads"]
 
 
-@pytest.mark.parametrize("precision", some(["fp64", "fp32"], 0))
-def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capfd, precision):
+def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capfd):
     def recompute_each_in_its_way(plan):
         for microbatch, kind in zip(plan["microbatches"], RECOMPUTE_KINDS[::-1], strict=True):
             microbatch["recompute"] = kind
 
     path = hand_plan(run_file, recompute_each_in_its_way)
     capfd.readouterr()
-    assert full(run_file, "--ranks", 3, "--plan", path, "--set", f"precision={precision}") == 0
+    assert full(run_file, "--ranks", 3, "--plan", path) == 0
     out = capfd.readouterr().out
     assert "plan: 3 microbatches, 2 rings" in out
     assert "exercised: rings of 2, 3 ranks, no heads split, packs on one rank" in out
     assert "PASS" in out
+
+
+def offloaded(plan):
+    plan["microbatches"][2]["offload"] = 0.5
 
 
 PIPELINE = {"kind": "pipeline", "stages": 2, "virtual": 1}
@@ -149,7 +127,7 @@ PIPELINE = {"kind": "pipeline", "stages": 2, "virtual": 1}
     [
         (lambda plan: plan["tokens"].__setitem__(0, 1 + plan["tokens"][0]), "a plan for 3 ranks and the first batch"),
         (lambda plan: plan["microbatches"][2].update(ranks=[7]), "7"),
-        more(lambda plan: plan.update(ranks=4), "3 ranks"),
+        (offloaded, "expected a plan without offload, or `offload` in the run file"),
         (lambda plan: plan.update(schedule=PIPELINE, requires=["shares", "pipeline"]), "for a run without `stages`"),
         (three_heads, "a divisor of the model's 4 attention heads; got 3"),
     ],
@@ -161,17 +139,6 @@ def test_verify_refuses_a_plan_that_does_not_fit(run_file, capfd, change, said):
     err = capfd.readouterr().err
     assert err.startswith("error[plan] ")
     assert said in err
-    assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("text", [None, b'{"schema": "lengthwise.plan/1"}', more(b"\xed\xa0\x80")])
-def test_verify_refuses_a_broken_plan_file(run_file, capfd, text):
-    path = run_file.parent / "broken.json"
-    if text is not None:  # else it is not there
-        path.write_bytes(text)
-    assert full(run_file, "--ranks", 2, "--plan", path) == 2
-    err = capfd.readouterr().err
-    assert "broken.json" in err
     assert "Traceback" not in err
 
 
@@ -230,29 +197,15 @@ FAULTS = [
 
 @pytest.mark.parametrize(("place", "name", "broken", "ranks", "keys"), FAULTS)
 def test_verify_fails_where_the_arithmetic_is_broken(run_file, capfd, monkeypatch, place, name, broken, ranks, keys):
-    """By the part of a batch that it takes by default, too."""
+    """The first by the part of a batch that it takes by default."""
     monkeypatch.setattr(place, name, broken)
     if name == "tensors":
         monkeypatch.setattr(verify, "plain_gradients", plain_gradients)
-    for given in ((), ("--full",)) if name == "merge_block" else (("--full",),):
-        assert call("verify", run_file, "--ranks", ranks, *given, "--set", *keys.split()) == 1
-        out = capfd.readouterr().out
-        assert "FAIL" in out
-        assert "PASS" not in out
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", [0, 1])
-def test_verify_of_a_deep_model_in_bf16_does_not_fail_by_rounding(tmp_path, capfd, seed):
-    """24 layers, whose gradients rounding alone moves by more than 3 in 100."""
-    model = write_model(tmp_path / "model", num_hidden_layers=24, seed=seed)
-    rows = make_rows([30, 1, 12, 5, 61, 2], seed=seed)
-    path = write_run(tmp_path, rows, model=model, global_batch={"sequences": 6}, precision="bf16")
-    assert full(path, "--ranks", 3) == 0
+    given = () if name == "merge_block" else ("--full",)
+    assert call("verify", run_file, "--ranks", ranks, *given, "--set", *keys.split()) == 1
     out = capfd.readouterr().out
-    assert "PASS" in out
-    worst = max(float(line.split("  ")[-1].split(",")[0]) for line in out.splitlines() if line.startswith("  model."))
-    assert worst > 0.02, "more than one tolerance for all would allow"
+    assert "FAIL" in out
+    assert "PASS" not in out
 
 
 def queries_off_by_a_percent(self, task, grads, into, inner=partials.PartialGradients.take):
@@ -287,31 +240,16 @@ def test_verify_help_has_the_tolerances_of_the_code():
     assert FACTOR == 2
 
 
-def test_verify_allows_an_error_of_one_in_ten_million_in_fp32(run_file, monkeypatch):
-    monkeypatch.setattr(objective, "model_loss", loss_scaled_by_ranks)
-    assert full(run_file, "--ranks", 2, "--set", "precision=fp32") == 0
-
-
-@pytest.mark.parametrize("place", some(["gradient", "loss"], 0))
-def test_verify_counts_nan_as_a_failure(run_file, capfd, monkeypatch, place):
+def test_verify_fails_where_the_loss_alone_is_wrong(run_file, capfd, monkeypatch):
     real = engine.run_part
 
-    def poisoned(plan, batch, context):
-        found, rank = real(plan, batch, context), context.mesh.world.rank
-        if rank == 1 and place == "gradient":
-            next(context.model.parameters()).grad.view(-1)[0] = float("nan")
-        if rank == 1 and place == "loss":
-            found = dataclasses.replace(found, loss_sum=float("nan"))
-        return found
+    def wrong(plan, batch, context):
+        found = real(plan, batch, context)
+        return dataclasses.replace(found, loss_sum=found.loss_sum * 1.0000001)
 
-    monkeypatch.setattr(engine, "run_part", poisoned)
+    monkeypatch.setattr(engine, "run_part", wrong)
     assert full(run_file, "--ranks", 2) == 1
-    out = capfd.readouterr().out
-    assert "FAIL" in out
-    assert "PASS" not in out
-    if place == "gradient":
-        worst = out.split("largest differences:\n")[1].splitlines()[0]
-        assert "nan" in worst, "a NaN is the largest difference there is"
+    assert "FAIL" in capfd.readouterr().out
 
 
 def test_verify_floors_differences_by_the_median_norm():
@@ -322,3 +260,4 @@ def test_verify_floors_differences_by_the_median_norm():
     found = verify.gradient_differences(gradients, expected)
     assert found["a"] == found["b"] == 0
     assert found["c"] == pytest.approx(2e-9 / (1e-3 * 2))
+    assert not verify.gradient_differences({**gradients, "a": one * torch.nan}, expected)["a"] <= 1.0

@@ -112,12 +112,9 @@ class Colocated:
 
 
 class Sampled:
-    """Draws completions; with `generates` takes those of transformers, cut by their place in the group.
+    """Draws completions; with `generates` takes those of transformers, cut by their place in the group."""
 
-    cut: tokens of a completion; None: as they are drawn.
-    """
-
-    generates, cut = False, None
+    generates = False
 
     def _generate_single_turn(self, prompt_ids, images, fields, *generations, **_):
         is_rloo, step = isinstance(self, RLOOTrainer), self.state.global_step
@@ -129,7 +126,7 @@ class Sampled:
             made, _ = super()._generate_single_turn(prompt_ids, images, fields, *generations)
             found = [ids[: 2 + 2 * place] for ids, place in zip(made, places, strict=True)]
         else:
-            found = [completion(*each, step)[: self.cut] for each in zip(prompt_ids, places, strict=True)]
+            found = [completion(*each, step) for each in zip(prompt_ids, places, strict=True)]
         return found if is_rloo else (found, None)
 
 

@@ -6,7 +6,6 @@ import io
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -58,16 +57,6 @@ def test_an_example_says_what_its_plain_form_says(example, tmp_path):
     found = said(example, 2, tmp_path)
     assert len(found) == len(expected)
     assert max(map(relative, found, expected)) < 1e-3  # four digits are printed
-
-
-@pytest.mark.exhaustive
-def test_an_example_runs_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, EXAMPLES / "own_loop.py"], capture_output=True, text=True, timeout=300, check=True, env=environment
-    )
-    assert numbers(done.stdout) == said("own_loop_plain", 1, tmp_path)
 
 
 @pytest.mark.parametrize("example", PAGES)

@@ -21,6 +21,8 @@ from transformers.utils.logging import disable_progress_bar
 
 import lengthwise
 from lengthwise.cli import main
+from lengthwise.core.files import read_plan_text
+from lengthwise.core.plan import Plan
 from lengthwise.run.callbacks import Callback
 from lengthwise.run.prepared_run import read_start
 
@@ -93,6 +95,10 @@ def read_lines(path):
 def resume_after(step, *, lines=MappingProxyType({}), accepts_changes=False):
     """Return what a run's folder asks of a checkpoint."""
     return SimpleNamespace(step=step, manifest=SimpleNamespace(lines=lines), accepts_changes=accepts_changes)
+
+
+def plans_of(output):
+    return [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
 
 
 def losses(output):

@@ -11,7 +11,6 @@ from testing.small import make_rows, plain_loss, plain_model, relative
 import lengthwise
 from lengthwise.run.evaluation import BestModel, read_best
 from run.small_runs import Command, broken_off, call, read_lines, train, whole, write_rows, write_run
-from tiers import more
 
 OTHERS = make_rows([7, 50, 33, 18], seed=8)  # trained on at a rate so large that the second evaluation is the best
 KEYS = {
@@ -50,17 +49,13 @@ def check_best(output):
     return step
 
 
-@pytest.mark.parametrize("keys", [{}, {"shard": "zero3"}, more({"overlap": True})], ids=str)
+@pytest.mark.parametrize("keys", [{}, {"shard": "zero3"}], ids=str)
 def test_the_best_model_is_kept_beside_the_last(tmp_path, capsys, keys):
     output = train(run_file(tmp_path, **keys), "--ranks", 2)
     step = check_best(output)
     assert step == 2, evaluations(output)
     assert (output / "model").is_dir()
     assert sorted(each.name for each in output.glob("model*")) == ["model", "model-best"]
-    capsys.readouterr()
-    assert call("checkpoint", "list", output) == 0
-    said = capsys.readouterr().out
-    assert f"after step {step}, its model: {output / 'model-best'}" in " ".join(said.split())
     shutil.rmtree(output / "checkpoints")
     assert call("checkpoint", "list", output) == 0
     assert f"after step {step}" in capsys.readouterr().out
@@ -79,23 +74,13 @@ def test_it_survives_a_resume(tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("action", ["kill", more("error")])
-def test_a_fault_while_it_is_written_leaves_the_one_before(tmp_path, action):
+def test_a_fault_while_it_is_written_leaves_the_one_before(tmp_path):
     path = run_file(tmp_path, steps=4)
-    command = Command("train", path, "--ranks", 1, LENGTHWISE_FAULT=f"model-save:0:2:{action}")
-    status, out, _ = command.finish()
-    found = read_best(tmp_path / "out")
-    if action == "kill":
-        assert status == -9
-        assert found is not None
-        assert found[1].step == 1
-        plain_model(tmp_path / "out/model-best", torch.float64)
-        assert call("train", path, "--resume") == 0
-        check_best(tmp_path / "out")
-    else:
-        assert status == 0
-        assert "the best model is not saved" in " ".join(out.split())
-        assert check_best(tmp_path / "out") == 4
+    assert Command("train", path, "--ranks", 1, LENGTHWISE_FAULT="model-save:0:2:kill").finish()[0] == -9
+    assert read_best(tmp_path / "out")[1].step == 1
+    plain_model(tmp_path / "out/model-best", torch.float64)
+    assert call("train", path, "--resume") == 0
+    check_best(tmp_path / "out")
     assert not list((tmp_path / "out").glob("*.unfinished"))
 
 

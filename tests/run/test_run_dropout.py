@@ -9,7 +9,6 @@ from transformers import GPT2LMHeadModel
 import lengthwise
 from run.small_runs import assert_equal_runs, broken_off, call, losses, whole, write_run
 from run.test_run_resume import LENGTHS, run_of
-from tiers import more
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")
 
@@ -23,7 +22,7 @@ def write_gpt2(folder, **dropout):
 
 
 DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.1}
-KEYS = {"optimizer": {"lr": 1e-2, "eps": 1e-3}, "global_batch": {"sequences": 4}, "steps": 5}
+KEYS = {"optimizer": {"lr": 1e-2, "eps": 1e-3}, "global_batch": {"sequences": 4}, "steps": 3}
 
 
 @pytest.fixture(scope="module")
@@ -31,23 +30,13 @@ def model(tmp_path_factory):
     return write_gpt2(tmp_path_factory.mktemp("gpt2") / "model", **DROPOUT)
 
 
-def test_offloading_draws_the_same_to_the_bit(tmp_path):
-    model, found = write_gpt2(tmp_path / "deep", **DROPOUT, num_hidden_layers=4), []
-    for ratio in (0.0, 1.0):
-        offload = {"store": "disk", "path": str(tmp_path), "ratio": ratio}
-        path = write_run(tmp_path, make_rows(LENGTHS), model=model, offload=offload, capacity_tokens=256, **KEYS)
-        assert call("train", path, "--overwrite") == 0
-        found.append(losses(tmp_path / "out"))
-    assert found[0] == found[1]
-
-
 def test_rings_and_recomputed_layers_draw_the_same(tmp_path, model):
     found = []
-    for kind in ("none", "layer", "all_but_attention"):
+    for kind in ("none", "all_but_attention"):
         path = write_run(tmp_path, make_rows(LENGTHS), model=model, recompute=kind, capacity_tokens=40, **KEYS)
         assert call("train", path, "--ranks", 3, "--overwrite") == 0
         found.append(losses(tmp_path / "out"))
-    assert found[1:] == [pytest.approx(found[0], rel=1e-12)] * 2
+    assert found[1] == pytest.approx(found[0], rel=1e-12)
 
 
 def test_a_run_that_goes_on_draws_as_if_nothing_had_been(tmp_path, model):
@@ -59,9 +48,8 @@ def test_a_run_that_goes_on_draws_as_if_nothing_had_been(tmp_path, model):
     assert_equal_runs(tmp_path / "out", wanted, exactly=True)
 
 
-@pytest.mark.parametrize("precision", ["fp64", more("fp32"), more("bf16")])
-def test_a_model_with_dropout_verifies_without_it(tmp_path, capsys, model, precision):
-    keys = {"precision": precision, "global_batch": {"sequences": 7}, "capacity_tokens": 30, "seed": 3}
+def test_a_model_with_dropout_verifies_without_it(tmp_path, capsys, model):
+    keys = {"global_batch": {"sequences": 7}, "capacity_tokens": 30, "seed": 3}
     path = write_run(tmp_path, make_rows(LENGTHS), model=model, **keys)
     assert call("verify", path, "--ranks", 3) == 0
     out = capsys.readouterr().out

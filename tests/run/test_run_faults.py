@@ -65,7 +65,6 @@ def test_a_rank_killed_anywhere_costs_no_more_than_the_steps_since_the_checkpoin
     ("update", 1, "kill", "restart 1 of 2, from step 2: error[rank] rank 1"),
     more("microbatches", 0, "stop", "restart 1 of 2, from step 2: "),
     more("start", 1, "kill", "restart 1 of 2, from its start: error[rank] rank 1"),
-    more("model-save", 0, "kill", f"restart 1 of 2, from step {LAST}: error[rank] rank 0"),
 ])  # fmt: skip
 def test_ranks_are_started_again_and_the_run_goes_on(
     tmp_path, monkeypatch, capfd, undisturbed, point, rank, action, said

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import resource
-import shutil
 import signal
 import tempfile
 import threading
@@ -22,7 +21,6 @@ from transformers import GenerationConfig
 from data.stores import save_words
 from lengthwise import train
 from lengthwise.config import build_config, load_config
-from lengthwise.core import files
 from lengthwise.core.errors import OutputError, WriteError
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -30,12 +28,13 @@ from lengthwise.run import export, setup
 from lengthwise.run.callbacks import EvalMetrics, FinishedStep, StepMetrics
 from lengthwise.run.folder import CONFIG, RunFolder
 from run.small_runs import Command, call, count_lines, read_lines, resume_after, write_run
-from tiers import more, some
+from tiers import more
 
 PLAIN = (
     "{% for m in messages %}{{ m.role }} {{ m.content }} <end> {% endfor %}"
     "{% if add_generation_prompt %}assistant {% endif %}"
 )
+ZERO3 = ("--set", "shard=zero3", "--ranks", 2)
 ENDLESS = {"steps": 1_000_000, "measurements": "off"}  # long runs measure the machine first
 
 
@@ -56,13 +55,12 @@ def test_run_folder_refuses_a_file_a_run_and_an_input_and_names_them(tmp_path):
     RunFolder(tmp_path).check_free(overwrite=True, inputs=[tmp_path / "model2", tmp_path])
 
 
-@pytest.mark.parametrize("ranks", [2, more(1)])
-def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_path, monkeypatch, capfd, ranks):
+def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_path, monkeypatch, capfd):
     """The output, whatever is asked; there are no temporary ones."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
-    killed, living = (Command("train", path, "--ranks", ranks, "--set", f"output={name}") for name in ("a", "b"))
+    killed, living = (Command("train", path, "--ranks", 2, "--set", f"output={name}") for name in ("a", "b"))
     for command, name in ((killed, "a"), (living, "b")):
         command.wait_for(lambda name=name: count_lines(tmp_path / name / "metrics.jsonl") >= 2)
     lines = count_lines(tmp_path / "b/metrics.jsonl")
@@ -72,7 +70,7 @@ def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_p
         assert err.startswith(
             f"error[output] {tmp_path / 'b'}: expected a folder that no other run is writing; got one"
         )
-        assert f"process {living.ranks()[0] if ranks > 1 else living.pid} on {os.uname().nodename}" in err
+        assert f"process {living.ranks()[0]} on {os.uname().nodename}" in err
         assert (err.count("\n"), "Traceback" in err) == (1, False)
     assert count_lines(tmp_path / "b/metrics.jsonl") >= lines, "nothing of the living run is deleted"
     killed.kill()
@@ -84,20 +82,17 @@ def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_p
     assert os.listdir(tmp_path / "tmp") == []
 
 
-@pytest.mark.parametrize(("seconds", "status"), some([(1.0, 0), (6.0, 1)], 0))
-def test_the_ranks_of_a_killed_launcher_are_waited_for(tmp_path, monkeypatch, seconds, status):
-    """They hold its lock until they end; if they do not, the claim is refused as ever."""
-    monkeypatch.setattr(files, "_FORKS_END_SECONDS", 3.0)
+def test_the_ranks_of_a_killed_launcher_are_waited_for(tmp_path):
+    """They hold its lock until they end."""
     launcher = os.fork()
     if not launcher:
         with RunFolder(tmp_path / "out").claimed(overwrite=False):
             if os.fork():
                 os._exit(0)
-            time.sleep(seconds)
+            time.sleep(0.5)
             os._exit(0)
     os.waitpid(launcher, 0)
-    refused = pytest.raises(OutputError, match=f"process {launcher} on") if status else contextlib.nullcontext()
-    with refused, RunFolder(tmp_path / "out").claimed(overwrite=False):
+    with RunFolder(tmp_path / "out").claimed(overwrite=False):
         pass
 
 
@@ -128,8 +123,7 @@ def test_of_many_that_claim_a_folder_at_once_one_gets_it(tmp_path):
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.parametrize("ranks", some([1, 2], 1))
-def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch, ranks):
+def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch):
     save = export.save_model
 
     def killed_halfway(model, folder):
@@ -139,8 +133,7 @@ def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch, rank
 
     path = write_run(tmp_path, make_rows([30, 12]))
     monkeypatch.setattr(export, "save_model", killed_halfway)
-    command = Command("train", path, "--ranks", ranks)
-    assert command.finish()[0] != 0
+    assert Command("train", path, "--ranks", 2).finish()[0] != 0
     assert not (tmp_path / "out/model").exists()
     assert (tmp_path / "out/model.unfinished").exists()
     monkeypatch.undo()
@@ -156,20 +149,19 @@ def test_an_interrupt_says_whether_the_model_was_saved_and_names_the_newest_chec
         raise KeyboardInterrupt
 
     path = write_run(tmp_path, make_rows([30, 12]), steps=1)
-    why = "no checkpoint: the run file has no `checkpoint: {every_steps: ...}`"
     with monkeypatch.context() as patch:
         patch.setattr(setup, "write_model", interrupted)
-        assert call("train", path) == 130
-        assert capfd.readouterr().err == f"interrupted: nothing was saved; {why}\n"
         keys = ("--set", "checkpoint={every_steps: 1, background: false}")
-        assert call("train", path, "--overwrite", *keys, "--ranks", 1) == 130
-    saved = f"the newest checkpoint is {tmp_path}/out/checkpoints/step-000001"
-    given = "--set 'checkpoint={every_steps: 1, background: false}'"
-    command = f"resume from the newest checkpoint: lengthwise train {path} {given} --ranks 1 --resume"
-    assert capfd.readouterr().err == f"interrupted: {saved}; {command}\n"
+        assert call("train", path, *keys, "--ranks", 1) == 130
+    saved = f"interrupted: the newest checkpoint is {tmp_path}/out/checkpoints/step-000001; resume from"
+    err = capfd.readouterr().err
+    assert err.startswith(saved)
+    assert err.endswith(
+        f"lengthwise train {path} --set 'checkpoint={{every_steps: 1, background: false}}' --ranks 1 --resume\n"
+    )
     monkeypatch.setattr(setup.RankRun, "close", interrupted)
     assert call("train", path, "--overwrite") == 130
-    assert capfd.readouterr().err == f"interrupted: the model is saved in {tmp_path / 'out/model'}; {why}\n"
+    assert f"interrupted: the model is saved in {tmp_path / 'out/model'}; no checkpoint" in capfd.readouterr().err
     assert (tmp_path / "out/model/model.safetensors").exists()
 
 
@@ -196,7 +188,7 @@ def test_a_saved_model_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
     assert done[2:] == ["model.unfinished", "rename to model", config.output.name]
 
 
-@pytest.mark.parametrize(("ranks", "under_nohup"), [(2, False), (1, True), more(1, False)])
+@pytest.mark.parametrize(("ranks", "under_nohup"), [(2, False), (1, True)])
 def test_a_run_whose_terminal_is_gone_saves_its_model(tmp_path, ranks, under_nohup):
     """At once; under nohup when all its steps are done."""
     path = write_run(tmp_path, make_rows([30, 12]), **{**ENDLESS, **({"steps": 20} if under_nohup else {})})
@@ -228,19 +220,6 @@ def test_going_on_with_a_full_disk_leaves_the_config_as_it_was(tmp_path):
         signal.signal(signal.SIGXFSZ, handler)
     assert (tmp_path / "out" / CONFIG).read_bytes() == before
     assert not list((tmp_path / "out").glob("*.unfinished"))
-
-
-def test_a_run_whose_folder_is_removed_writes_all_of_it_again(tmp_path):
-    """Not what was removed, but every line and plan since."""
-    path = write_run(tmp_path, make_rows([30, 12]), **ENDLESS)
-    command = Command("train", path)
-    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
-    (tmp_path / "out").rename(tmp_path / "gone")  # at once: what is written meanwhile would keep it from going
-    shutil.rmtree(tmp_path / "gone", ignore_errors=True)
-    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 2)
-    command.send(signal.SIGTERM)
-    assert command.finish()[0] == 0
-    assert (tmp_path / "out/model/model.safetensors").exists()
 
 
 def test_what_cannot_be_written_ends_the_run_with_file_and_reason(tmp_path, monkeypatch, capfd):
@@ -336,29 +315,23 @@ def test_plans_and_ledger_stay_small_and_the_newest_are_there(tmp_path):
     assert Plan.from_json(text) == finished(400, ()).plan
 
 
-@pytest.mark.parametrize(("of", "change", "told"), [
-    (b"{}", lambda packed: packed[:-4], "broken gzip"),
-    (b"{}", lambda packed: packed[:-9] + b"broken!!!", "broken gzip"),
-    more(bytes(1 << 29), lambda packed: packed, "more than"),
-], ids=["cut", "changed", "large"])  # fmt: skip
-def test_a_plan_that_is_no_whole_gzip_is_refused(tmp_path, of, change, told):
+@pytest.mark.parametrize("change", [lambda packed: packed[:-4], lambda packed: packed[:-9] + b"broken!!!"])
+def test_a_plan_that_is_no_whole_gzip_is_refused(tmp_path, change):
     path = tmp_path / "plan.json.gz"
-    path.write_bytes(change(gzip.compress(of)))
-    with pytest.raises(OSError, match=told):
+    path.write_bytes(change(gzip.compress(b"{}")))
+    with pytest.raises(OSError, match="broken gzip"):
         read_plan_text(path)
 
 
 DAMAGES = {
     "garbage": ("metrics.jsonl", b"{{{"),
     "no UTF-8": ("ledger.jsonl", b'{"step": 1, "a": "\xff"}'),
-    "an empty object": ("eval.jsonl", b"{}"),
-    "a list": ("metrics.jsonl", b"[1]"),
     "no step": ("not_finite.jsonl", b'{"what": "loss"}'),
     "no whole step": ("ledger.jsonl", b'{"step": 1e400}'),
 }
 
 
-@pytest.mark.parametrize("damage", some(DAMAGES, 0, 2, 4))
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_line_is_named_before_anything_changes(tmp_path, damage):
     config = load_config(write_run(tmp_path, make_rows([3])))
     run = RunFolder(tmp_path / "out")
@@ -443,14 +416,7 @@ def test_what_no_run_can_go_on_with_is_refused_at_the_start(broken):
         assert sorted((out / "plans").iterdir()) == plans
 
 
-@pytest.mark.parametrize(
-    ("layout", "template", "ends"),
-    [
-        (("--set", "shard=zero3", "--ranks", 2), PLAIN, [1, 2]),
-        more((), PLAIN, [1, 2]),
-        more((), None, [1]),
-    ],
-)
+@pytest.mark.parametrize(("layout", "template", "ends"), [(ZERO3, PLAIN, [1, 2]), more((), None, [1])])
 def test_the_saved_model_stops_where_turns_and_texts_end(tmp_path, layout, template, ends):
     """At the end and out of a checkpoint; what the model's own generation config has besides stays."""
     special = {"eos_token": "<eos>", "pad_token": "<pad>", "additional_special_tokens": ["<end>"]}

@@ -1,7 +1,6 @@
-"""`lora` of the run file: verify, train, go on, and what is refused before any process starts."""
+"""`lora` of the run file: verify, train and go on."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ from testing.small import make_rows
 
 from lengthwise.models import stored_model
 from run.small_runs import call, losses, train, write_run
-from tiers import more
 
 pytest.importorskip("peft", minversion="0.21")
 
@@ -25,10 +23,9 @@ def run_file(folder, *, lora=LORA, **keys):
     return write_run(folder, make_rows(LENGTHS), lora=lora, **keys)
 
 
-@pytest.mark.parametrize("precision", ["fp64", more("bf16")])
-def test_lora_verifies_and_would_notice_adapters_that_are_scaled_otherwise(tmp_path, capsys, monkeypatch, precision):
+def test_lora_verifies_and_would_notice_adapters_that_are_scaled_otherwise(tmp_path, capsys, monkeypatch):
     """Both sides are built from one config; here the planned one is scaled a little more, on all ranks alike."""
-    path = run_file(tmp_path, precision=precision, recompute="layer", global_batch={"sequences": 8})
+    path = run_file(tmp_path, recompute="layer", global_batch={"sequences": 8})
     assert call("verify", path, "--ranks", 2) == 0
     out = capsys.readouterr().out
     assert "gradients: 12 tensors" in out
@@ -39,7 +36,7 @@ def test_lora_verifies_and_would_notice_adapters_that_are_scaled_otherwise(tmp_p
         model = build(*arguments, **options)
         for module in model.modules():
             if hasattr(module, "scaling") and isinstance(module.scaling, dict):
-                module.scaling["default"] *= 1.0001 if precision == "fp64" else 1.5
+                module.scaling["default"] *= 1.0001
         return model
 
     monkeypatch.setattr(stored_model, "build_adapted", scaled)
@@ -47,9 +44,8 @@ def test_lora_verifies_and_would_notice_adapters_that_are_scaled_otherwise(tmp_p
     assert "FAIL" in capsys.readouterr().out
 
 
-def test_lora_goes_on_from_the_adapter_that_it_saved(tmp_path, capsys):
-    first = train(run_file(tmp_path, capacity_tokens=64))
-    assert "lora    r 4, lora_alpha 16, on q_proj, v_proj, down_proj" in capsys.readouterr().out
+def test_lora_goes_on_from_the_adapter_that_it_saved(tmp_path):
+    first = train(run_file(tmp_path, capacity_tokens=64, steps=2))
     assert json.loads((first / "model/adapter_config.json").read_text())["inference_mode"]
     keys = {"steps": 1, "capacity_tokens": 64, "optimizer": {"lr": 0.0}, "output": "more"}
     train(run_file(tmp_path, lora={"adapter": "out/model"}, **keys))
@@ -58,33 +54,3 @@ def test_lora_goes_on_from_the_adapter_that_it_saved(tmp_path, capsys):
     assert all(torch.equal(more[name], each) for name, each in saved.items())
     assert losses(tmp_path / "more")[0] < losses(first)[0]
     assert call("train", tmp_path / "run.yaml", "--ranks", 2, "--overwrite", "--set", "output=out") == 2
-
-
-@pytest.mark.parametrize(
-    ("lora", "told"),
-    [
-        ({"r": 0}, "lora.r: 0 (a whole number) -> at least 1"),
-        ({"target_modules": []}, "lora.target_modules"),
-        ({"target_modules": ["q_pro"]}, "Did you mean `q_proj`?"),
-        ({"target_modules": "v_prj"}, "Did you mean `v_proj`?"),
-        ({"modules_to_save": ["lm_head"]}, "lora.modules_to_save"),
-        ({"bias": "all"}, "lora.bias"),
-        ({"adapter": "nowhere"}, "nothing there -> an existing folder"),
-        ({"adapter": "model", "r": 4}, "lora.adapter: r -> no r or"),
-        ({"adapter": "model"}, "adapter_config.json"),
-    ],
-)
-def test_lora_that_cannot_be_is_told_before_anything_starts(tmp_path, capfd, lora, told):
-    assert call("train", run_file(tmp_path, lora=lora), "--ranks", 2) == 2
-    err = capfd.readouterr().err
-    assert told in err
-    assert "Traceback" not in err
-    assert not (tmp_path / "out").exists()
-
-
-def test_lora_without_peft_is_one_line_that_says_what_to_install(tmp_path, capfd, monkeypatch):
-    monkeypatch.setitem(sys.modules, "peft", None)
-    assert call("verify", run_file(tmp_path), "--ranks", 2) == 2
-    err = capfd.readouterr().err
-    assert err.count("\n") == 1
-    assert "pip install 'peft" in err

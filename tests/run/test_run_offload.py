@@ -3,11 +3,8 @@
 import pytest
 from testing.small import make_rows, write_model
 
-from lengthwise.core.files import read_plan_text
 from lengthwise.core.held import held_by_rank
-from lengthwise.core.plan import Plan
-from run.small_runs import call, losses, read_lines, write_run
-from tiers import more
+from run.small_runs import call, losses, plans_of, read_lines, write_run
 
 LENGTHS = [160, 90, 70, 45, 30, 20, 11, 7]
 KEYS = {"steps": 3, "capacity_tokens": 60, "global_batch": {"sequences": 4}}
@@ -25,17 +22,8 @@ def run(tmp_path, output, ranks, *, rows=None, **keys):
     return tmp_path / output
 
 
-def plans_of(output):
-    return [Plan.from_json(read_plan_text(path)) for path in sorted((output / "plans").iterdir())]
-
-
-@pytest.mark.parametrize(
-    ("precision", "recompute", "lora"),
-    [("fp64", "all_but_attention", False), more("fp32", "none", True)],
-)
-def test_train_with_offload_gives_the_same_bits(tmp_path, model, precision, recompute, lora):
-    keys = {"precision": precision, "recompute": recompute, **({"lora": {"r": 2}} if lora else {})}
-    plans = []
+def test_train_with_offload_gives_the_same_bits(tmp_path, model):
+    plans, keys = [], {"recompute": "all_but_attention", "steps": 2}
     for ratio in ("off", 1.0):  # on ranks that hold so much that both plans are the same
         offload = {"ratio": ratio, "store": "disk", "path": str(tmp_path / "scratch")}
         output = run(tmp_path, f"ratio {ratio}", 2, capacity_tokens=400, offload=offload, planner="static", **keys)
@@ -45,8 +33,7 @@ def test_train_with_offload_gives_the_same_bits(tmp_path, model, precision, reco
         assert [each.pieces for each in one.microbatches] == [each.pieces for each in other.microbatches]
         assert {each.offload for each in other.microbatches} == {1.0}
     assert losses(kept) == losses(away)
-    weights = "adapter_model.safetensors" if lora else "model.safetensors"
-    assert (kept / "model" / weights).read_bytes() == (away / "model" / weights).read_bytes()
+    assert (kept / "model/model.safetensors").read_bytes() == (away / "model/model.safetensors").read_bytes()
     for row in read_lines(kept / "metrics.jsonl"):
         assert (row["offloaded_bytes"], row["offload_wait_seconds"]) == (0, 0)
     for row in read_lines(away / "metrics.jsonl"):
@@ -73,20 +60,3 @@ def test_auto_offloads_what_does_not_fit_and_no_more(tmp_path, model, capsys):
             needs = max(held[rank] - rounding[rank] for rank in held) > plan.capacity
             assert needs == (each.offload > 0)
     assert sum(row["offloaded_bytes"] for row in rows) > 0
-    wide = run(tmp_path, "wide", 2, capacity_tokens=400, precision="fp64")
-    for got, want in zip(losses(output), losses(wide), strict=True):
-        assert got == pytest.approx(want, rel=1e-12)
-
-
-def test_verify_runs_a_plan_that_offloads_where_there_is_a_place_for_it(tmp_path, model, capsys):
-    offload = {"store": "disk", "path": str(tmp_path)}
-    path = write_run(tmp_path, make_rows(LENGTHS), name="verify.yaml", offload=offload, precision="fp64", **KEYS)
-    plan = tmp_path / "plan.json"
-    assert call("plan", "--config", path, "--ranks", 2, "--out", plan) == 0
-    assert call("verify", path, "--ranks", 2, "--plan", plan) == 0
-    said = capsys.readouterr().out
-    assert "offload of " in said
-    assert "PASS" in said
-    without = write_run(tmp_path, make_rows(LENGTHS), name="without.yaml", **{**KEYS, "capacity_tokens": 400})
-    assert call("verify", without, "--ranks", 2, "--plan", plan) == 2
-    assert "expected a plan without offload, or `offload` in the run file" in capsys.readouterr().err

@@ -1,15 +1,13 @@
-"""A run file through `train`, through `plan --config` and as arguments of a `Session`: one layout, one planning."""
+"""A run file through `train` and through `plan --config`: one layout, one planning."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from testing.small import make_rows, write_model
-from transformers import AutoModelForCausalLM
 
 from lengthwise.cli.options import PlanChoices
 from lengthwise.cli.plan import PlanCommand
@@ -44,21 +42,12 @@ def folder(tmp_path_factory):
     return found
 
 
-@pytest.fixture(scope="module")
-def model(folder):
-    return AutoModelForCausalLM.from_pretrained(folder / "model")
-
-
 def planned_by(settings):
     """What plans a session of these settings, once it has a layout."""
     transport = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS)
     cost, _ = cost_of(settings, RANKS)
     found = with_layout(settings, SessionRanks(transport=transport, local_ranks=2, say=print), cost)
     return planning_of(SimpleNamespace(transport=transport), None, cost, found, takes_any_loss=True)
-
-
-def of_session(model, keys):
-    return planned_by(check_settings(model, torch.optim.AdamW(model.parameters()), keys)).ahead
 
 
 def of_run(config, *, device="cpu"):
@@ -75,14 +64,9 @@ def of_plan(path, **options):
     return command.planning_of(command._read(), LENGTHS, max(LENGTHS), batch=sum(LENGTHS))[0]
 
 
-def known(planning):
-    """All of a planning but the longest row, which a session does not know."""
-    return asdict(replace(planning, options=replace(planning.options, context_tokens=None)))
-
-
 def assert_same(planned, trained):
     """Of what `plan` knows by sizes alone, which do not count norms, about the same."""
-    found, expected = known(planned), known(trained)
+    found, expected = map(asdict, (planned, trained))
     sized, counted = (each["cost"].pop("traffic") for each in (found, expected))
     ends = [each.cost.step_end_seconds(RANKS) for each in (planned, trained)]
     del found["cost"]["ending"], expected["cost"]["ending"]
@@ -91,8 +75,8 @@ def assert_same(planned, trained):
     assert ends[0] == pytest.approx(ends[1], rel=0.05)
 
 
-@pytest.mark.parametrize(("layout", "ratio", "heads"), some(CASES, *range(0, 36, 4)))
-def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
+@pytest.mark.parametrize(("layout", "ratio", "heads"), some(CASES, 0, 13, 26, 29))
+def test_a_run_plans_as_plan_does(folder, monkeypatch, layout, ratio, heads):
     monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
     monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
     number = CASES.index((layout, ratio, heads))
@@ -103,29 +87,13 @@ def test_all_doors_plan_alike(folder, model, monkeypatch, layout, ratio, heads):
     config = build_config(json.loads(path.read_text()), folder=folder)
     trained = of_run(config)
     assert trained.options.context_tokens == max(LENGTHS)
-    assert known(of_session(model, keys)) == known(trained)
     assert_same(of_plan(path), trained)
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
-def test_a_session_of_adapters_is_priced_as_a_run_of_them(folder, monkeypatch):
-    """Backward makes no gradient of the base: a session counted them."""
-    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
-    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
-    keys = {"capacity_tokens": 64, "heads": "off", "shard": "zero1"}
-    path = write_run(folder, precision="fp32", lora={"r": 2, "target_modules": ["q_proj"]}, **keys)
-    config = build_config(json.loads(path.read_text()), folder=folder)
-    trained = of_run(config)
-    plain = AutoModelForCausalLM.from_pretrained(folder / "model")
-    wrapped = get_peft_model(plain, LoraConfig(r=2, target_modules=["q_proj"]))
-    assert known(of_session(wrapped.get_base_model(), keys)) == known(trained)
 
 
 @pytest.mark.parametrize(
     "keys",
     [
         {"lora": {"r": 2}},
-        {"precision": "fp32", "optimizer": {"offload": True}, "shard": "hybrid", "ranks_per_node": 2},
         {"stages": 2, "optimizer": {"offload": True}},
     ],
 )

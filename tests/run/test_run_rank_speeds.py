@@ -12,7 +12,6 @@ from lengthwise.planner import PlanOptions, score
 from lengthwise.planner.service.slow_ranks import SlowRanks
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.session.planning import SessionPlanning
-from tiers import more
 
 RANKS = 4
 TRUE = replace(machine(curve=((1.0, 1.0),), hop=1e-4), heads=4)
@@ -60,10 +59,9 @@ def test_steps_are_planned_beside_a_slow_rank_and_what_is_left_out_is_said_once(
     assert ("speeds" in plans[-1].notes) == ("no less work" not in note)
 
 
-@pytest.mark.parametrize("planner", ["bytescale", more("lengthwise")])
 @pytest.mark.parametrize("factors", [(5.0, 5.0, 5.0), (0.7, 1.3, 1.0)])
-def test_ranks_that_are_alike_are_not_taken_for_slow_ones_where_costs_are_off(factors, planner):
-    slow, _, notes = run_of(factors=factors, planner=planner)
+def test_ranks_that_are_alike_are_not_taken_for_slow_ones_where_costs_are_off(factors):
+    slow, _, notes = run_of(factors=factors, planner="bytescale")
     assert slow.speeds is None
     assert notes == []
 

@@ -1,5 +1,7 @@
 """Settings that cannot be are refused by their keys, in one message, before the first step."""
 
+import sys
+
 import pytest
 from testing.small import make_rows, write_model
 
@@ -7,6 +9,39 @@ from run.small_runs import call, write_run
 
 DISK = {"store": "disk", "path": "/tmp"}
 DECAY = {"schedule": "warmup_stable_decay", "warmup_steps": 3, "schedule_args": {"num_decay_steps": 5}}
+FULL = {"stages": 2, "capacity_tokens": 16, "offload": {"store": "disk", "path": ".", "ratio": 1.0}}
+# ranks, keys of a run of 7 steps and sequences of 90 and 5 tokens; what is said
+REFUSED = [
+    (2, {"save": {"best": "eval_loss"}}, "save: none -> `eval` beside it"),
+    (2, {"heads": 3}, "a number that divides the model's 4 heads"),
+    (2, {"offload": {"path": "/tmp"}}, "offload.path: a path -> `path` only beside `store: disk`"),
+    (2, {"offload": {"store": "disk"}}, "offload.path: none -> `path` beside `store: disk`"),
+    (2, {"offload": {"store": "host"}}, "offload.store: expected disk on a machine without GPUs"),
+    (2, {"offload": {**DISK, "path": "/proc"}}, "offload.path: expected a folder that can be written; got /proc"),
+    (2, {"offload": {**DISK, "ratio": True}}, "offload.ratio"),
+    (2, {"offload": DISK, "model": "tiny"}, "offload.ratio: expected a model of more than 2 layers"),
+    (2, {"optimizer": DECAY}, "at most the run's 7 steps for warm-up and decay; got 3 and 5"),
+    (2, {"optimizer": DECAY, "attention": "flash2"}, "attention: expected auto or reference on the CPU; got flash2"),
+    (
+        2,
+        {"fused_layers": "liger", "precision": "fp32"},
+        "a model that Liger can run; got Liger's kernels are for GPUs.",
+    ),
+    (2, {"report_to": ["wandb", "mlflw"]}, "report_to.1: 'mlflw' (text) -> `mlflow`, of tensorboard, "),
+    (2, {"planner": "packed-dp", "capacity_tokens": 20}, "at most 20 tokens"),
+    (2, {"measurements": "nothing.json"}, "nothing there -> auto, off or an existing file"),
+    (3, {"stages": 2, "capacity_tokens": 128}, "ranks: expected a multiple of the 2 stages; got 3"),
+    (8, {"stages": 4}, "stages: expected stages x virtual of at most the 3 layers; got 4 x 1"),
+    (2, {"virtual": 2}, "virtual: 2 -> 1 beside `stages: 1`"),
+    (4, FULL, "got 90 tokens; 2 replicas of 24 each (given). Use capacity_tokens: 30 or auto"),
+    (3, {"shard": "hybrid", "ranks_per_node": 2}, "ranks_per_node: expected a number that divides 3 ranks; got 2"),
+    (2, {"lora": {"r": 0}}, "lora.r: 0 (a whole number) -> at least 1"),
+    (2, {"lora": {"target_modules": ["q_pro"]}}, "Did you mean `q_proj`?"),
+    (2, {"lora": {"modules_to_save": ["lm_head"]}}, "lora.modules_to_save"),
+    (2, {"lora": {"bias": "all"}}, "lora.bias"),
+    (2, {"lora": {"adapter": "/tmp", "r": 4}}, "lora.adapter: r -> no r or"),
+    (2, {"lora": {"adapter": "."}}, "adapter_config.json"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -14,38 +49,23 @@ def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model"), num_hidden_layers=3)
 
 
-@pytest.mark.parametrize(
-    ("keys", "said"),
-    [
-        ({"save": {"best": "eval_loss"}}, "save: none -> `eval` beside it"),
-        ({"heads": 3}, "a number that divides the model's 4 heads"),
-        ({"attention": "cudnn"}, "attention: expected auto or reference on the CPU; got cudnn. Set attention: auto"),
-        (
-            {"fused_layers": "liger", "precision": "fp32"},
-            "a model that Liger can run; got Liger's kernels are for GPUs.",
-        ),
-        ({"offload": {"store": "host"}}, "offload.store: expected disk on a machine without GPUs"),
-        ({"offload": {"store": "disk"}}, "offload.path: none -> `path` beside `store: disk`"),
-        ({"offload": {"path": "/tmp"}}, "offload.path: a path -> `path` only beside `store: disk`"),
-        ({"offload": {**DISK, "path": "missing"}}, "nothing there -> an existing folder"),
-        ({"offload": {**DISK, "path": "/proc"}}, "offload.path: expected a folder that can be written; got /proc"),
-        ({"offload": {**DISK, "ratio": True}}, "offload.ratio"),
-        ({"offload": DISK, "model": "tiny"}, "offload.ratio: expected a model of more than 2 layers"),
-        ({"optimizer": DECAY}, "at most the run's 7 steps for warm-up and decay; got 3 and 5"),
-        ({"optimizer": DECAY, "attention": "flash2"}, "attention: expected auto or reference on the CPU; got flash2"),
-        ({"report_to": ["wandb", "mlflw"]}, "report_to.1: 'mlflw' (text) -> `mlflow`, of tensorboard, "),
-        ({"report_to": ["wandb", "wandb"]}, "report_to: wandb, wandb -> each tracker once"),
-        ({"report_to": 3}, "report_to: 3 (a whole number) -> a list"),
-        ({"planner": "packed-dp", "capacity_tokens": 20}, "at most 20 tokens"),
-    ],
-    ids=str,
-)
-def test_a_setting_that_cannot_be_is_refused_with_all_others_before_the_first_step(tmp_path, model, capfd, keys, said):
-    keys = {"steps": 7, "device": "cpu", "recompute": "layer", **keys}
-    path = write_run(tmp_path, make_rows([30, 5]), **{"model": str(model), **keys})
-    assert call("train", path, "--ranks", 2) == 2
+@pytest.mark.parametrize(("ranks", "keys", "said"), REFUSED, ids=str)
+def test_a_setting_that_cannot_be_is_refused_with_all_others_before_the_first_step(
+    tmp_path, model, capfd, ranks, keys, said
+):
+    keys = {"steps": 7, "device": "cpu", "recompute": "layer", "capacity_tokens": 64, **keys}
+    path = write_run(tmp_path, make_rows([90, 5]), **{"model": str(model), **keys})
+    assert call("train", path, "--ranks", ranks) == 2
     err = " ".join(capfd.readouterr().err.split())
     assert said in err
     assert "Traceback" not in err
     assert err.count("error[") == 1 + ({"optimizer", "attention"} <= keys.keys()), "both in one message"
     assert not (tmp_path / "out").exists()
+
+
+def test_lora_without_peft_is_one_line_that_says_what_to_install(tmp_path, capfd, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert call("verify", write_run(tmp_path, make_rows([5]), lora={"r": 2}), "--ranks", 2) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1
+    assert "pip install 'peft" in err

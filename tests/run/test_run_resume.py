@@ -21,19 +21,17 @@ from lengthwise.run.callbacks import Callback
 from lengthwise.run.resume import FREE_SETTINGS
 from lengthwise.session import Session
 from run.small_runs import (
-    Command,
     FailsAfter,
     assert_equal_runs,
     broken_off,
     call,
-    count_lines,
     losses,
     read_lines,
     whole,
     write_rows,
     write_run,
 )
-from tiers import more, some
+from tiers import more
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-file.md").read_text(encoding="utf-8")
 LENGTHS = [30, 12, 5, 60, 1, 2, 33]
@@ -44,7 +42,7 @@ def run_of(folder, **keys):
     return write_run(folder, make_rows(LENGTHS), **{"steps": 7, "capacity_tokens": 64, "checkpoint": EVERY, **keys})
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 4), more(1, 3), more(3, 1), more(2, 2)])
+@pytest.mark.parametrize(("before", "after"), [(2, 4), more(3, 1)])
 def test_a_run_goes_on_at_any_number_of_ranks(tmp_path, broken, before, after):
     wanted = whole(broken, ranks=before)
     if before != 2:
@@ -53,14 +51,12 @@ def test_a_run_goes_on_at_any_number_of_ranks(tmp_path, broken, before, after):
     result = lengthwise.train(broken, ranks=after, resume=True)
     assert result.steps == 7
     assert result.first_loss == losses(wanted)[0]
-    assert_equal_runs(broken.parent / "out", wanted, exactly=before == after)
+    assert_equal_runs(broken.parent / "out", wanted, exactly=False)
 
 
 @pytest.mark.parametrize("keys", [
-    {"precision": "bf16", "lora": {"r": 4}},
+    {"precision": "bf16", "lora": {"r": 4}, "eval": {"data": [{"path": "train.jsonl"}], "every_steps": 3}},
     more({"precision": "fp32", "overlap": True}),
-
-    more({"eval": {"data": [{"path": "train.jsonl"}], "every_steps": 3}}),
 ], ids=str)  # fmt: skip
 def test_a_run_that_went_on_is_the_same_to_the_bit(tmp_path, keys):
     path = run_of(tmp_path, **keys)
@@ -89,8 +85,7 @@ def test_learning_rates_after_warm_up_are_transformers_after_a_resume_too_and_th
     assert [row["lr"] for row in read_lines(tmp_path / "out/metrics.jsonl")] == pytest.approx(wanted, rel=1e-12)
 
 
-@pytest.mark.parametrize("keys", [more({"sequences": 3}), {"tokens": 64}], ids=str)
-@pytest.mark.parametrize("after", some(range(4, 7), 2))
+@pytest.mark.parametrize(("keys", "after"), [({"tokens": 64}, 6), more({"sequences": 3}, 4)], ids=str)
 def test_no_sequence_is_taken_twice_or_left_out(tmp_path, keys, after):
     """Two faults in one run, at the border of an epoch too; 3 steps an epoch by sequences."""
     path = run_of(tmp_path, steps=None, epochs=3, global_batch=keys, checkpoint={**EVERY, "every_steps": 1})
@@ -102,20 +97,6 @@ def test_no_sequence_is_taken_twice_or_left_out(tmp_path, keys, after):
     assert_equal_runs(tmp_path / "out", wanted)
 
 
-def test_a_stopped_run_is_saved_where_it_stopped(tmp_path):
-    path = run_of(tmp_path, steps=1000, precision="fp32", checkpoint={"every_steps": 0})
-    command = Command("train", path, "--ranks", 2)
-    command.wait_for(lambda: count_lines(tmp_path / "out/metrics.jsonl") >= 4)
-    command.send(signal.SIGTERM)
-    status, _, _ = command.finish()
-    assert status == 0
-    done = count_lines(tmp_path / "out/metrics.jsonl")
-    assert [each.name for each in (tmp_path / "out/checkpoints").iterdir()] == [f"step-{done:06d}"]
-    with pytest.raises(lengthwise.LengthwiseError, match="Fault"):
-        lengthwise.train(path, ranks=1, resume=True, callbacks=[FailsAfter(done + 3)])
-    assert count_lines(tmp_path / "out/metrics.jsonl") >= done + 2
-
-
 def test_a_run_that_is_asked_to_stop_at_a_steps_end_begins_no_other(tmp_path):
     """Asked after the ranks have shared the step's numbers, that is, while its metrics are written."""
 
@@ -124,8 +105,9 @@ def test_a_run_that_is_asked_to_stop_at_a_steps_end_begins_no_other(tmp_path):
             if step.metrics.step == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-    result = lengthwise.train(run_of(tmp_path, steps=9), callbacks=[Stops()])
+    result = lengthwise.train(run_of(tmp_path, steps=9, checkpoint={"every_steps": 0}), callbacks=[Stops()])
     assert (result.steps, result.stopped_by) == (2, signal.SIGTERM)
+    assert [each.name for each in (tmp_path / "out/checkpoints").iterdir()] == ["step-000002"]
 
 
 def test_a_loop_of_ones_own_goes_on_from_a_checkpoint_of_a_run(broken, tmp_path):

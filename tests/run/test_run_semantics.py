@@ -10,7 +10,6 @@ from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan
 from run.small_runs import METRIC_KEYS, call, losses, read_lines, steps_of, train, write_run
-from tiers import more
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")
 
@@ -60,15 +59,14 @@ def check_metrics(row, plan, lengths):
     assert row["ring_token_ratio"] == pytest.approx(sum(plan.tokens[i] for i in in_rings) / sum(lengths))
 
 
-@pytest.mark.parametrize("lengths", [[1, 1, 1, 2], more([2]), more([1, 5]), more([3, 1, 1, 1, 1, 1, 1, 1, 1])])
-def test_train_goes_on_with_ranks_without_work_or_loss(tmp_path, lengths):
+def test_train_goes_on_with_ranks_without_work_or_loss(tmp_path):
     """Design 7: fewer sequences than ranks, one-token rows, ranks whose tokens have no loss."""
-    rows = make_rows(lengths)
+    rows = make_rows([1, 1, 1, 2])
     output = train(write_run(tmp_path, rows, steps=2, global_batch={"sequences": 9}), "--ranks", 3)
     steps = steps_of(output)
     expected, _, _ = plain_training(tmp_path / "model", rows, steps, dtype=torch.float64, lrs=[3e-4] * 2)
     assert losses(output) == pytest.approx(expected, rel=1e-11)
-    assert [sorted(step) for step in steps] == [list(range(len(lengths)))] * 2
+    assert [sorted(step) for step in steps] == [[0, 1, 2, 3]] * 2
 
 
 def test_train_refuses_a_batch_without_any_loss_token_by_its_step(tmp_path, capfd):

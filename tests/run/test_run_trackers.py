@@ -9,7 +9,6 @@ from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.run import trackers
 from lengthwise.run.callbacks import Callback
 from run.small_runs import broken_off, losses, read_lines, write_run
-from tiers import more
 
 LENGTHS = [30, 12, 5, 40]
 EVALUATED = {"data": [{"path": "train.jsonl"}], "every_steps": 2}
@@ -51,12 +50,8 @@ def test_trackers_tensorboard_reads_back_the_metrics_of_every_step_once_where_a_
     broken_off(path, 2, after=3)
     lengthwise.train(path, ranks=2, resume=True)
     found, rows = scalars_of(tmp_path / "out/tensorboard"), read_lines(tmp_path / "out/metrics.jsonl")
-    names = {"learning_rate": "lr"}
-    for name in (
-        *("loss", "grad_norm", "learning_rate", "tokens_per_second", "imbalance_ratio", "step_seconds"),
-        "peak_memory_bytes",
-    ):
-        values = [row[names.get(name, name)] for row in rows]
+    for name in ("loss", "grad_norm", "learning_rate", "imbalance_ratio", "peak_memory_bytes"):
+        values = [row[{"learning_rate": "lr"}.get(name, name)] for row in rows]
         assert [step for step, _ in found[f"train/{name}"]] == [1, 2, 3, 4, 5]
         assert [value for _, value in found[f"train/{name}"]] == pytest.approx(values, rel=1e-6), name
     (every,) = [found[tag] for tag in found if tag.startswith("eval/")]
@@ -80,7 +75,7 @@ class Recording:
     def __getattr__(self, method):
         def hear(_arguments, state, _control, *, model, logs=None):
             self.calls.append((method, state.global_step, logs))
-            if (method, state.global_step) == self._fails:
+            if self._fails and method == self._fails[0] and state.global_step >= self._fails[1]:
                 raise RuntimeError("no connection")
 
         return hear
@@ -102,15 +97,13 @@ def test_trackers_call_a_callback_as_its_trainer_would(tmp_path, monkeypatch):
     assert heard.calls[3][2] == {"eval_loss": losses_of_evaluations(tmp_path)[0]}
 
 
-@pytest.mark.parametrize("ranks", [1, more(2)])
-@pytest.mark.parametrize("fails", [more(("on_train_begin", 0)), ("on_log", 2), more(("on_train_end", 3))])
-def test_trackers_that_fail_are_named_once_and_change_nothing(tmp_path, monkeypatch, ranks, fails):
-    put_in_place(monkeypatch, Recording(fails=fails))
+def test_trackers_that_fail_are_named_once_and_change_nothing(tmp_path, monkeypatch):
+    put_in_place(monkeypatch, Recording(fails=("on_log", 2)))
     notes = Notes(tmp_path / "notes")
-    result = lengthwise.train(run_of(tmp_path), ranks=ranks, callbacks=[notes])
+    result = lengthwise.train(run_of(tmp_path), callbacks=[notes])
     (said,) = notes.of("mlflow")
     assert said == "no more reports to mlflow: RuntimeError: no connection; training is not affected"
-    lengthwise.train(run_of(tmp_path), ranks=ranks, overrides=["report_to=null", "output=without"])
+    lengthwise.train(run_of(tmp_path), overrides=["report_to=null", "output=without"])
     assert losses(tmp_path / "out") == losses(tmp_path / "without")
     assert (result.steps, (tmp_path / "out/model/config.json").exists()) == (3, True)
 
@@ -125,8 +118,3 @@ def test_trackers_without_their_package_are_refused_before_anything_is_written(t
     with pytest.raises(ConfigError, match="which wandb needs"):
         lengthwise.train(run_of(tmp_path, "wandb"))
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("nothing", ["none", []])
-def test_trackers_may_be_none(tmp_path, nothing):
-    assert lengthwise.train(run_of(tmp_path, nothing, steps=1)).steps == 1

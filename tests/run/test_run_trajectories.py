@@ -7,9 +7,9 @@ import torch
 from testing.small import make_rows, plain_model, write_model
 from transformers import AutoModelForCausalLM
 
-from lengthwise.core.files import read_plan_text
-from lengthwise.core.plan import Plan
-from run.small_runs import call, losses, read_lines, train, write_run
+from run.small_runs import call, losses, plans_of, read_lines, train, write_run
+
+KEYS = {"heads": 2, "recompute": "layer"}  # of every plan of a run
 
 
 def lively_rows(count=60):
@@ -18,17 +18,18 @@ def lively_rows(count=60):
 
 
 def test_train_twice_gives_the_same_bits_with_each_message_checked_and_without(tmp_path, request, capfd):
-    found = []
+    bits = []
     for asked in ("0", "1"):
         if asked == "1":
             request.getfixturevalue("checked_transfers")
-        path = write_run(tmp_path / asked, lively_rows(), steps=2, precision="bf16", capacity_tokens=30, heads=2)
+        path = write_run(tmp_path / asked, lively_rows(), steps=2, precision="bf16", capacity_tokens=30, **KEYS)
         output = train(path, "--ranks", 2)
         assert ("in testing.checked:checked" in capfd.readouterr().out) == (asked == "1")
-        plans = [Plan.from_json(read_plan_text(each)) for each in sorted((output / "plans").iterdir())]
-        assert any(piece.degree > 1 for plan in plans for each in plan.microbatches for piece in each.pieces)
-        found.append((losses(output), (output / "model/model.safetensors").read_bytes()))
-    assert found[0] == found[1]
+        found = [each for plan in plans_of(output) for each in plan.microbatches]
+        assert {each.recompute for each in found} == {KEYS["recompute"]}
+        assert {piece.heads for each in found for piece in each.pieces if piece.degree > 1} == {2}
+        bits.append((losses(output), (output / "model/model.safetensors").read_bytes()))
+    assert bits[0] == bits[1]
 
 
 def test_train_fresh_weights_come_from_the_seed_whatever_the_ranks(tmp_path):
@@ -48,7 +49,7 @@ def test_train_fresh_weights_come_from_the_seed_whatever_the_ranks(tmp_path):
 def test_train_bf16_keeps_fp32_masters_so_that_small_updates_are_not_lost(tmp_path):
     """Weights from 1/64 to 1/32 have bf16 neighbours 1.2e-4 away; updates of 2e-5 move them only if summed in fp32."""
     optimizer = {"lr": 2e-5, "weight_decay": 0.0}
-    path = write_run(tmp_path, make_rows([16] * 4), steps=30, precision="bf16", optimizer=optimizer)
+    path = write_run(tmp_path, make_rows([16] * 4), steps=12, precision="bf16", optimizer=optimizer)
     output = train(path)
     before, after = (
         torch.cat([parameter.detach().float().flatten() for parameter in model.parameters() if parameter.dim() > 1])
@@ -74,7 +75,7 @@ def test_train_saves_the_hugging_face_tokenizer_beside_the_model(tmp_path):
     PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", eos_token="<end>").save_pretrained(
         tmp_path / "model"
     )
-    output = train(path, "--ranks", 2)
+    output = train(path)
     opened = AutoTokenizer.from_pretrained(output / "model")
     assert opened("a h")["input_ids"] == [2, 9]
     [row] = read_lines(output / "metrics.jsonl")
