@@ -139,6 +139,10 @@ def _of_state_dict(given: Mapping[str, Any], optimizer: SlicedOptimizer) -> tupl
     return OptimizerState(kind=kind, groups=tuple(groups), states=dict(states)), tensors
 
 
+def _keeps_bits(given: torch.dtype, exact: torch.dtype) -> bool:
+    return given.is_floating_point and torch.promote_types(given, exact) == exact
+
+
 def _wrong_shapes(tensors: Tensors, optimizer: SlicedOptimizer) -> Iterator[tuple[str, str, str]]:
     """Yield (where, expected, got) for tensors that do not fit their parameters, or would lose bits."""
     exact = optimizer.parameters.master_weights.dtype
@@ -147,10 +151,8 @@ def _wrong_shapes(tensors: Tensors, optimizer: SlicedOptimizer) -> Iterator[tupl
         for name, value in (dict.fromkeys(missing) | dict(whole)).items():
             shape = optimizer.shapes.get(name, "nothing")
             got = "nothing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
-            if value is not None and value.is_floating_point() and tuple(value.shape) == shape:
-                if torch.promote_types(value.dtype, exact) == exact:
-                    continue
-            yield f", {key} of {name}", f"{shape} in {exact} or a narrower dtype", got
+            if value is None or tuple(value.shape) != shape or not _keeps_bits(value.dtype, exact):
+                yield f", {key} of {name}", f"{shape} in {exact} or a narrower dtype", got
 
 
 def _shard_of(whole: Mapping[str, Tensor], optimizer: SlicedOptimizer) -> Tensor:
