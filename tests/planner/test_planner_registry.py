@@ -94,7 +94,6 @@ def _piece(ranks, sequences, **more):
         (1, "planner wrong: .*got a int in it"),
         (lambda request: 1 // 0, "planner wrong: expected a list of microbatches; got ZeroDivisionError"),
     ],
-    ids=str,
 )
 def test_what_a_planner_gets_wrong_names_it(planned, said):
     register_planner("wrong", planned if callable(planned) else lambda request: [planned])
