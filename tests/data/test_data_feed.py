@@ -242,6 +242,14 @@ def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, m
     assert len([each for each in found if each]) == before // 2
 
 
+def test_data_are_the_same_on_any_number_of_feeds(tmp_path):
+    sources, digests = lines(tmp_path, [{"text": "ab"}] * 5), list[bytes]()
+    for number in (1, 3, 7):  # more than rows, too
+        with local_feeds(sources, {"remote": number}) as ([dataset], _):
+            digests.append(dataset.digest())
+    assert len(set(digests)) == 1
+
+
 def test_a_step_without_a_loss_is_refused(tmp_path):
     rows = lines(tmp_path, [{"text": "a"}] * 3)
     with local_feeds(rows, {"remote": 2}) as ([dataset], _), pytest.raises(DataError, match="with a label"):

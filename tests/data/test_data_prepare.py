@@ -231,6 +231,17 @@ def test_prepare_tells_all_bad_rows_of_all_shards_by_their_lines_as_loading_does
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_prepare_names_bad_rows_of_a_folder_by_their_own_file_and_line(tmp_path, processes):
+    (tmp_path / "rows").mkdir()
+    for name, texts in {"a": ["x"] * 5, "b": ["y", 1], "c": ["z", "z", 2]}.items():
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (tmp_path / "rows" / f"{name}.jsonl").write_text(lines)
+    with pytest.raises(Problems) as caught:
+        prepare([DataSource(path=tmp_path / "rows")], tmp_path / "out", processes=processes)
+    assert [Path(each.where).name for each in caught.value.problems] == ["b.jsonl:2", "c.jsonl:3"]
+
+
 def test_prepare_of_a_file_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
     sources = write_sources(tmp_path, ROWS)
 

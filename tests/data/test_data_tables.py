@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 
 import datasets
 import numpy as np
@@ -94,6 +95,14 @@ def test_file_cut_short_is_refused(tmp_path, kind):
     path.write_bytes(path.read_bytes()[:-20] if kind != "arrow stream" else path.read_bytes()[:-500])
     with pytest.raises(DataError, match="a whole file"):
         load(path)
+
+
+def test_a_file_of_zstandard_that_is_cut_far_behind_its_begin_is_refused(tmp_path):
+    """Its own library gives what it has of such a file, without an error."""
+    packed = pa.compress(b"".join(b'{"text": "%s"}\n' % os.urandom(64).hex().encode() for _ in range(9999)), "zstd")
+    (tmp_path / "rows.zst").write_bytes(packed.to_pybytes()[:-9000])
+    with pytest.raises(DataError, match="a whole file"):
+        load(tmp_path / "rows.zst")
 
 
 def test_table_without_rows_is_refused(tmp_path):
