@@ -17,6 +17,7 @@ from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.sampler import Position
+from lengthwise.models.images import MicrobatchImages
 from lengthwise.program import Segment
 
 NO_PLACEHOLDERS: Mapping[int, str] = MappingProxyType({})
@@ -60,6 +61,11 @@ class StepBatch:
 
     def shared_prefixes(self) -> SharedPrefixes | None:
         """Return the prefixes without labels that sequences share; None without any, or if they are read later."""
+        return None
+
+    def images(self, segments: Sequence[Segment]) -> MicrobatchImages | None:
+        """Return the images of a rank's segments, or None without any."""
+        del segments
         return None
 
     def places(self, segments: Iterable[Segment]) -> Iterator[tuple[int, int, int]]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +50,10 @@ from lengthwise.models import (
     mixing_of,
     model_router_logits,
     run_chunk,
+    seeing,
     sum_probabilities,
 )
+from lengthwise.models.images import MicrobatchImages
 from lengthwise.program import Segment, far_peers
 from lengthwise.program.step_program import Message, Pass, Place, StepProgram, Turn, step_program
 
@@ -165,11 +168,13 @@ class _Prepared:
     """The inputs of a forward pass.
 
     planned: lowered attention. segments: this rank's segments. tensors: (input_ids, position_ids, shift_labels).
+    images: images of which the segments have tokens, or None.
     """
 
     planned: PlannedAttention
     segments: Sequence[Segment]
     tensors: Sequence[Tensor]
+    images: MicrobatchImages | None
 
 
 class _RankStep:
@@ -254,7 +259,10 @@ class _RankStep:
         planned.lower(self._windows, self.device)
         batch, segments = self.batch, program.segments(transport.rank)
         tensors = [to_device(tensor, self.device) for tensor in batch.tensors(segments)]
-        found = _Prepared(planned=planned, segments=segments, tensors=tensors)
+        images = batch.images(segments)
+        if images is not None:
+            images = images.to(partial(to_device, device=self.device))
+        found = _Prepared(planned=planned, segments=segments, tensors=tensors, images=images)
         self._prepared[place] = found
         return found
 
@@ -286,6 +294,7 @@ class _RankStep:
             nullcontext() if cast is None else torch.autocast(self.device.type, dtype=cast),
             torch.set_grad_enabled(keeps),
             chunk.running(hidden),
+            seeing(self.model, prepared.images),
             self._dropping(action.place),
             apply_policy(self.model, planned, policy, draws=self._has_dropout),
         ):

@@ -53,11 +53,13 @@ from lengthwise.models.router import (
     sum_probabilities,
     without_balance_loss,
 )
+from lengthwise.models.images import IMAGE_FAMILIES, image_reader, seeing
 from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
 __all__ = [
     "DTYPES",
     "FAMILIES",
+    "IMAGE_FAMILIES",
     "ROUTER_FAMILIES",
     "WHOLE",
     "Chunk",
@@ -94,6 +96,7 @@ __all__ = [
     "has_own_logits",
     "has_own_loss",
     "has_states",
+    "image_reader",
     "keep_double",
     "largest_head_dim",
     "left_alone",
@@ -110,6 +113,7 @@ __all__ = [
     "save_adapter",
     "save_model",
     "score_cap",
+    "seeing",
     "stop_dropping",
     "sum_probabilities",
     "text_config",

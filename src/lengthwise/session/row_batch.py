@@ -1,7 +1,8 @@
 """The rows of a step in a loop: mappings with `input_ids`, or ids alone, of any lengths.
 
-A column `weights`, aligned as labels are, weighs the next token's loss. Every other column has one value per token; a
-loss gets it cut and packed as the tokens are.
+A column `weights`, aligned as labels are, weighs the next token's loss. Columns of images are those of the model's
+processor (`models.images`). Every other column has one value per token; a loss gets it cut and packed as the tokens
+are.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
 from lengthwise.engine.batch import NO_PLACEHOLDERS, StepBatch, refuse_placeholders
+from lengthwise.models.images import IMAGE_COLUMNS, MODALITIES, ImageReader, MicrobatchImages, RowImages
 from lengthwise.program import Segment
 from lengthwise.session.misuse import shown
 from lengthwise.session.source import PlannedStep
@@ -44,11 +46,15 @@ class RowBatch(StepBatch):
     """A global batch made of a loop's rows, whose ids are below `num_words`, the model's vocabulary.
 
     columns: columns beside ids and labels, by name: a tensor (length, ...) per row. is_weighed: True with loss weights.
-    is_plain: True without other columns and weights.
+    is_plain: True without other columns and weights. reader: reads the rows' images; None refuses them.
     """
 
     def __init__(
-        self, rows: Sequence[Row], num_words: int = 1 << 31, placeholders: Mapping[int, str] = NO_PLACEHOLDERS
+        self,
+        rows: Sequence[Row],
+        num_words: int = 1 << 31,
+        placeholders: Mapping[int, str] = NO_PLACEHOLDERS,
+        reader: ImageReader | None = None,
     ) -> None:
         if isinstance(rows, Mapping):
             got = f"a mapping of {', '.join(map(str, rows))}: a collated batch"
@@ -57,16 +63,18 @@ class RowBatch(StepBatch):
         rows = _listed(rows)
         problems: list[LengthwiseError] = []
         builder, columns, is_weighed = DatasetBuilder(), list[dict[str, Tensor]](), False
+        self._reader, self._images = reader, dict[int, RowImages]()
         builder.start_source("sequences", "sequence", None)
         for number, row in enumerate(rows):
             try:
-                ids, labels, others = _read(row, f"sequence {number}")
+                ids, labels, others, images = _read(row, f"sequence {number}")
                 for name, each in ((_IDS, ids), (_LABELS, labels)):
                     if each is not None and int(each.max()) >= num_words:
                         raise _wrong(
                             f"sequence {number}, {name}", f"ids below the model's {num_words}", f"{each.max()}"
                         )
                 refuse_placeholders(ids, placeholders, f"sequence {number}, {_IDS}")
+                self._read_images(number, ids, images)
             except DataError as error:
                 problems.append(error)
                 continue
@@ -82,10 +90,28 @@ class RowBatch(StepBatch):
         self.is_weighed, self.is_plain = is_weighed, not self.columns and not is_weighed
         _refuse_unequal(self.columns)
 
+    def _read_images(self, number: int, ids: np.ndarray, given: Mapping[str, Tensor]) -> None:
+        where = f"sequence {number}, images"
+        if self._reader is not None:
+            if (found := self._reader.read(ids, given, where)) is not None:
+                self._images[number] = found
+        elif given:
+            remedy = "Remove such rows, or train them with plain TRL or Transformers."
+            got = f"one with {', '.join(given)}"
+            raise DataError(where, expected="a row of text, for this model and layout", got=got, remedy=remedy)
+
+    def images(self, segments: Sequence[Segment]) -> MicrobatchImages | None:
+        """Return the images of a rank's segments, or None without any."""
+        if self._reader is None or not self._images:
+            return None
+        return self._reader.microbatch(self._images, list(self.places(segments)))
+
     @property
     def identity(self) -> object:
         """A digest of all rows."""
         found = hashlib.sha256(self.dataset.digest())
+        for number, images in self._images.items():
+            found.update(number.to_bytes(8, "little") + images.digests.tobytes())
         for name in sorted(self.columns):
             found.update(name.encode())
             for each in self.columns[name]:
@@ -103,7 +129,9 @@ class RowBatch(StepBatch):
             labelled = np.flatnonzero(labels[1:] != NO_LOSS)
             tokens = int(labelled[0]) if len(labelled) else length - 1
             columns = (self.columns[name][number][:tokens] for name in sorted(self.columns))
-            parts = [ids[:tokens], *(each.contiguous().view(-1).view(torch.uint8).numpy() for each in columns)]
+            images = [self._images[number].by_token(tokens)] if number in self._images else []
+            images = images or [np.zeros(tokens, dtype=np.uint64)] * bool(self._images)
+            parts = [ids[:tokens], *images, *(each.contiguous().view(-1).view(torch.uint8).numpy() for each in columns)]
             as_bytes = [each.view(np.uint8).reshape(max(1, tokens), -1) for each in parts]
             starts.append(np.concatenate(as_bytes, axis=1)[:tokens])
         return shared_prefixes(starts, self.lengths)
@@ -144,14 +172,19 @@ def _refuse_unequal(columns: Mapping[str, Sequence[Tensor]]) -> None:
     raise_problems(problems[:_SHOWN])
 
 
-def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor]]:
-    """Return a row's ids, its labels or None, and its other columns, all without masked padding."""
+def _read(
+    row: Row, where: str
+) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor], dict[str, Tensor]]:
+    """Return a row's ids, its labels or None, its other columns, all without masked padding, and those of images."""
     columns = dict(row) if isinstance(row, Mapping) else {_IDS: row}
     if not all(isinstance(name, str) for name in columns):
         raise _wrong(where, "names of columns that are text", ", ".join(map(repr, columns)))
     if columns.get(_IDS) is None:
         raise _wrong(where, f"a column {_IDS}", ", ".join(map(str, columns)) or "no column")
     tensors = {name: _tensor(values, f"{where}, {name}") for name, values in columns.items() if values is not None}
+    images = {name: tensors.pop(name) for name in IMAGE_COLUMNS if name in tensors}
+    for name in MODALITIES:
+        tensors.pop(name, None)
     if not tensors[_IDS].numel():
         raise _wrong(where, "at least one token", "none")
     ids = _whole(tensors.pop(_IDS), f"{where}, {_IDS}")
@@ -169,7 +202,7 @@ def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str
         )
     labels = tensors.pop(_LABELS, None)
     given = None if labels is None else _whole(labels, f"{where}, {_LABELS}", least=NO_LOSS)[kept]
-    return ids[kept], given, {name: values[kept] for name, values in tensors.items()}
+    return ids[kept], given, {name: values[kept] for name, values in tensors.items()}, images
 
 
 def _tensor(values: Any, where: str) -> Tensor:

@@ -23,7 +23,7 @@ from lengthwise.core.uncaught import report_in_a_line
 from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
-from lengthwise.models import has_own_loss, placeholders, whole_model, without_balance_loss
+from lengthwise.models import has_own_loss, image_reader, placeholders, whole_model, without_balance_loss
 from lengthwise.models.stored_model import StoredModel
 from lengthwise.session.agreement import Agreement, SessionStepEnd
 from lengthwise.session.keywords import SessionOptions
@@ -122,7 +122,9 @@ class Session(SavedSession):
         self.rank, self.world_size = self._transport.rank, self._transport.world_size
         self.shard = opened.settings.asked.layout(self.world_size)
         config = whole_model(self._inner).config
-        self._words = {"num_words": opened.settings.num_words, "placeholders": placeholders(config)}
+        reader = image_reader(self._inner) if self.settings.asked.stages == 1 else None
+        refused = {token: key for token, key in placeholders(config).items() if reader is None or token != reader.token}
+        self._words = {"num_words": opened.settings.num_words, "placeholders": refused, "reader": reader}
         self.runner = StepRunner(engine=self.engine, writer=SliceWriter(self._transport))
         self._closing.callback(self.runner.writer.close)
         self._updates, self._agreement = opened.optimizer, None

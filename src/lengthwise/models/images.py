@@ -1,0 +1,291 @@
+"""Rows with images: the inputs of a family's images, their tokens and positions, and their features in a forward.
+
+A row keeps its image inputs whole. In a microbatch a rank runs the tower, without gradients, on the images whose tokens
+it holds, and the decoder gets the features of these tokens alone. Positions of several axes (M-RoPE) are those of the
+whole row, computed once by the family's own function, and cut with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lengthwise.core.errors import DataError
+from lengthwise.core.names import counted
+from lengthwise.models.text_part import has_towers, whole_model
+
+PIXELS = "pixel_values"
+MODALITIES = ("mm_token_type_ids",)  # columns of processors that say again which tokens are images
+
+_FEATURES = "mm_encoder_outputs"  # argument of Hugging Face's models that takes features in place of pixels
+_REMEDY = "Pass what the model's processor returns for one row, with its images."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """How rows of a family carry images.
+
+    beside: column with one entry an image, None if `pixel_values` has one. pixels: entries of `pixel_values` an image.
+    tokens: tokens of each image. has_axes: True if positions have several axes.
+    """
+
+    beside: str | None
+    pixels: Callable[[Mapping[str, Tensor]], Tensor]
+    tokens: Callable[[Any, Mapping[str, Tensor], int], Tensor]
+    has_axes: bool = False
+
+
+def _ones(inputs: Mapping[str, Tensor]) -> Tensor:
+    return torch.ones(len(inputs[PIXELS]), dtype=torch.long)
+
+
+def _of_grid(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
+    return inputs["image_grid_thw"].prod(-1) // config.vision_config.spatial_merge_size**2
+
+
+def _of_sizes(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
+    return (inputs["image_sizes"] // (config.vision_config.patch_size * config.spatial_merge_size)).prod(-1)
+
+
+def _of_tiles(_config: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
+    return torch.full((len(inputs[PIXELS]),), tokens // max(1, len(inputs[PIXELS])))
+
+
+_GRIDS = _Kind(
+    beside="image_grid_thw", pixels=lambda inputs: inputs["image_grid_thw"].prod(-1), tokens=_of_grid, has_axes=True
+)
+_KINDS = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _GRIDS),
+    "mistral3": _Kind(beside="image_sizes", pixels=_ones, tokens=_of_sizes),
+    "internvl": _Kind(beside=None, pixels=_ones, tokens=_of_tiles),
+}
+IMAGE_FAMILIES = tuple(_KINDS)
+"""Families whose rows with images train, by `model_type`."""
+IMAGE_COLUMNS = (PIXELS, *sorted({kind.beside for kind in _KINDS.values() if kind.beside is not None}))
+"""Columns of a row that hold images, not one value per token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowImages:
+    """The images of a row.
+
+    inputs: the tower's inputs, of all images. places: tokens of the row that stand for images, (image tokens,).
+    ends: image tokens up to the end of each image, (images,). pixels: entries of `pixel_values` up to the end of each.
+    positions: (axes, length), or None if positions count tokens. digests: a digest an image, uint64 (images,).
+    """
+
+    inputs: Mapping[str, Tensor]
+    places: np.ndarray
+    ends: np.ndarray
+    pixels: np.ndarray
+    positions: Tensor | None
+    digests: np.ndarray
+
+    def by_token(self, tokens: int) -> np.ndarray:
+        """Return the digest of the image of each of the first `tokens` tokens, uint64 (tokens,), 0 for text."""
+        found = np.zeros(tokens, dtype=np.uint64)
+        places = self.places[: np.searchsorted(self.places, tokens)]
+        found[places] = self.digests[np.searchsorted(self.ends, np.arange(len(places)), side="right")]
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchImages:
+    """The images of which a rank holds tokens in a microbatch.
+
+    inputs: the tower's inputs of these images. features: features of the rank's image tokens among all of these
+    images', (image tokens,). positions: (axes, tokens), or None.
+    """
+
+    inputs: Mapping[str, Tensor]
+    features: Tensor
+    positions: Tensor | None
+
+    def to(self, move: Callable[[Tensor], Tensor]) -> MicrobatchImages:
+        """Return the same on another device."""
+        inputs = {name: move(each) for name, each in self.inputs.items()}
+        positions = None if self.positions is None else move(self.positions)
+        return MicrobatchImages(inputs=inputs, features=move(self.features), positions=positions)
+
+
+class ImageReader:
+    """Reads the images of a model's rows. token: id of the tokens that stand for an image."""
+
+    def __init__(self, whole: Any) -> None:
+        config = whole.config
+        self._model, self._config, self._kind = whole.model, config, _KINDS[config.model_type]
+        self.token: int = config.image_token_id
+        self.columns = (PIXELS, self._kind.beside) if self._kind.beside is not None else (PIXELS,)
+
+    def read(self, ids: np.ndarray, given: Mapping[str, Tensor], where: str) -> RowImages | None:
+        """Return the images of a row with these ids, (length,), and columns; None for a row of text.
+
+        Raises:
+            DataError: columns are missing, or images and tokens do not fit.
+        """
+        places = np.flatnonzero(ids == self.token)
+        if not given and not places.size:
+            return None
+        missing = [name for name in self.columns if name not in given]
+        if missing or not places.size:
+            expected = f"{', '.join(self.columns)} beside {counted(len(places), 'token')} of images"
+            got = f"no {', '.join(missing)}" if missing else f"no token {self.token}, which stands for an image"
+            raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
+        tokens, pixels = self._kind.tokens(self._config, given, len(places)), self._kind.pixels(given)
+        if int(tokens.sum()) != len(places) or int(pixels.sum()) != len(given[PIXELS]):
+            expected = f"{len(places)} tokens and {len(given[PIXELS])} entries of {PIXELS} for {counted(len(tokens), 'image')}"
+            got = f"{int(tokens.sum())} tokens and {int(pixels.sum())} entries by {self.columns[-1]}"
+            raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
+        ends = np.cumsum(pixels.numpy())
+        return RowImages(
+            inputs=dict(given),
+            places=places,
+            ends=np.cumsum(tokens.numpy()),
+            pixels=ends,
+            positions=self._positions(ids, given) if self._kind.has_axes else None,
+            digests=np.array([self._digest(given, ends, image) for image in range(len(ends))], dtype=np.uint64),
+        )
+
+    def _positions(self, ids: np.ndarray, given: Mapping[str, Tensor]) -> Tensor:
+        tokens = torch.from_numpy(ids.astype(np.int64))[None]
+        grids = given["image_grid_thw"]
+        found, _ = self._model.get_rope_index(tokens, (tokens == self.token).int(), image_grid_thw=grids)
+        return found[:, 0]
+
+    def _digest(self, given: Mapping[str, Tensor], ends: np.ndarray, image: int) -> int:
+        found = hashlib.sha256()
+        for each in _of_images(given, ends, image, image + 1).values():
+            found.update(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        return int.from_bytes(found.digest()[:8], "little") | 1
+
+    def microbatch(
+        self, rows: Mapping[int, RowImages], places: Sequence[tuple[int, int, int]]
+    ) -> MicrobatchImages | None:
+        """Return the images of a rank's segments (row, start, stop), in local order; None if no row has images.
+
+        rows: images by row.
+        """
+        if not any(row in rows for row, _, _ in places):
+            return None
+        held = [_held(rows[row], start, stop) if row in rows else range(0) for row, start, stop in places]
+        needed = sorted(
+            {
+                (row, image)
+                for (row, _, _), features in zip(places, held, strict=True)
+                if features
+                for image in range(_image_of(rows[row], features[0]), _image_of(rows[row], features[-1]) + 1)
+            }
+        )
+        parts, first, firsts = list[Mapping[str, Tensor]](), 0, dict[tuple[int, int], int]()
+        for row, image in needed:
+            parts.append(_of_images(rows[row].inputs, rows[row].pixels, image, image + 1))
+            firsts[row, image] = first - _start(rows[row].ends, image)
+            first += int(rows[row].ends[image]) - _start(rows[row].ends, image)
+        features = [
+            feature + firsts[row, _image_of(rows[row], feature)]
+            for (row, _, _), each in zip(places, held, strict=True)
+            for feature in each
+        ]
+        return MicrobatchImages(
+            inputs={name: _joined([each[name] for each in parts]) for name in self.columns} if parts else {},
+            features=torch.tensor(features, dtype=torch.long),
+            positions=self._of_segments(rows, places) if self._kind.has_axes else None,
+        )
+
+    @staticmethod
+    def _of_segments(rows: Mapping[int, RowImages], places: Sequence[tuple[int, int, int]]) -> Tensor:
+        axes = next(len(row.positions) for row in rows.values() if row.positions is not None)
+        found = list[Tensor]()
+        for row, start, stop in places:
+            positions = rows[row].positions if row in rows else None
+            plain = torch.arange(start, stop).expand(axes, -1)
+            found.append(plain if positions is None else positions[:, start:stop])
+        return torch.cat(found, dim=-1)
+
+
+def _held(row: RowImages, start: int, stop: int) -> range:
+    """Return which of the row's image tokens lie between two tokens."""
+    first, last = np.searchsorted(row.places, (start, stop))
+    return range(int(first), int(last))
+
+
+def _image_of(row: RowImages, feature: int) -> int:
+    return int(np.searchsorted(row.ends, feature, side="right"))
+
+
+def _start(ends: np.ndarray, image: int) -> int:
+    return int(ends[image - 1]) if image else 0
+
+
+def _of_images(inputs: Mapping[str, Tensor], ends: np.ndarray, first: int, last: int) -> dict[str, Tensor]:
+    """Return the inputs of the images from `first` to `last`. ends: entries of `pixel_values` to the end of each."""
+    pixels = slice(_start(ends, first), int(ends[last - 1]))
+    return {name: each[pixels] if name == PIXELS else each[first:last] for name, each in inputs.items()}
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    """Join images; padded ones of different rows are padded to the largest."""
+    sizes = [max(each) for each in zip(*(part.shape[1:] for part in parts), strict=True)]
+    if any(list(part.shape[1:]) != sizes for part in parts):
+        beyond = [[(0, most - size) for size, most in zip(part.shape[1:], sizes, strict=True)] for part in parts]
+        parts = [
+            F.pad(part, [number for pair in reversed(each) for number in pair])
+            for part, each in zip(parts, beyond, strict=True)
+        ]
+    return torch.cat(list(parts))
+
+
+def image_reader(model: Any) -> ImageReader | None:
+    """Return the reader of a model's images, None if its rows with images do not train."""
+    whole = whole_model(model)
+    config = getattr(whole, "config", None)
+    return ImageReader(whole) if has_towers(config) and config.model_type in _KINDS else None
+
+
+@contextmanager
+def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
+    """Give a model the images of a microbatch in forwards inside the block, in place of the embeddings of their tokens.
+
+    The tower runs once per forward, without gradients.
+    """
+    if images is None:
+        yield
+        return
+    whole: Any = whole_model(model)
+
+    def give(module: Any, arguments: Any, given: dict[str, Any]) -> Any:
+        rows = given["position_ids"].shape[-1]
+        found = {} if not images.inputs else {_FEATURES: {"image": _features(module, images)}}
+        if images.positions is not None:
+            found["position_ids"] = F.pad(images.positions, (0, rows - images.positions.shape[-1]))[:, None]
+        return arguments, {**given, **found}
+
+    handle = whole.model.register_forward_pre_hook(give, with_kwargs=True)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _features(model: Any, images: MicrobatchImages) -> Any:
+    """Return the tower's output, of the rank's image tokens alone."""
+    with torch.no_grad():
+        found = model.get_image_features(**images.inputs, return_dict=True)
+
+    def kept(each: Any) -> Any:
+        if isinstance(each, Tensor):
+            return each.flatten(0, -2)[images.features][None]
+        return (torch.cat(tuple(each))[images.features],)
+
+    found.pooler_output = kept(found.pooler_output)
+    if getattr(found, "deepstack_features", None) is not None:
+        found.deepstack_features = [kept(each) for each in found.deepstack_features]
+    return found
