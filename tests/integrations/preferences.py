@@ -1,15 +1,25 @@
 """Chats and preference pairs for TRL's trainers, and a tokenizer of bytes."""
 
+import copy
 import random
 from functools import cache
 
 import datasets
+import numpy as np
 import torch
+from PIL import Image
 from testing import enliven, tiny_family_config, tiny_tower_config
 from testing.small import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import trainers as tokenizer_trainers
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast, ProcessorMixin
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen3VLProcessor,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}"
@@ -75,6 +85,66 @@ class Processor(ProcessorMixin):
 def processor():
     """Return it around the tokenizer."""
     return Processor(tokenizer(), chat_template=TEMPLATE)
+
+
+IMAGE_WORDS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+IMAGE_TEMPLATE = TEMPLATE.replace(
+    "<user>{{ m['content'] }}",
+    "<user>{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}",
+).replace("{{ m['content'] }}<eos>", "{{ m['content'][0]['text'] }}<eos>")
+
+
+class ImageProcessor(Qwen3VLProcessor):
+    """Hugging Face's own processor, without videos, which need torchvision."""
+
+    def check_argument_for_proper_class(self, name, arg):
+        """Accept no processor of videos."""
+        return type(arg)
+
+
+def image_processor():
+    """Return it for images of 64 to 1,024 pixels, in tokens of 8 x 8."""
+    words = copy.deepcopy(tokenizer())
+    words.add_special_tokens({"additional_special_tokens": list(IMAGE_WORDS)})
+    pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
+    of_images = Qwen2VLImageProcessorPil(**pixels)
+    return ImageProcessor(image_processor=of_images, tokenizer=words, video_processor=None, chat_template=IMAGE_TEMPLATE)
+
+
+def image_model():
+    """Return a small Qwen3-VL with a frozen tower."""
+    words = image_processor().tokenizer
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        sizes = {"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": 1}
+        config = tiny_tower_config("qwen3_vl", "qwen3_vl_text", sizes)
+        ids = words.convert_tokens_to_ids(list(IMAGE_WORDS))
+        config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = ids
+        config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 2, [0]
+        made = enliven(AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train())
+    made.model.visual.requires_grad_(False)
+    return made
+
+
+def pictures(count=12):
+    """Return conversations about no, one or several images."""
+    draw = random.Random(4)
+
+    def row(number):
+        values = np.random.default_rng(number)
+        sizes = [(draw.choice([8, 16, 40]), draw.choice([8, 24])) for _ in range(draw.choice([0, 1, 1, 3]))]
+        images = [Image.fromarray(values.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
+        roles = ("user", "assistant")
+        messages = [{"role": role, "content": _words(draw, draw.randint(1, 12))} for role in roles]
+        return {"messages": messages, "images": images}
+
+    features = {
+        "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+        "images": datasets.List(datasets.Image()),
+    }
+    rows = [row(number) for number in range(count)]
+    return datasets.Dataset.from_list(rows, features=datasets.Features(features))
 
 
 def _words(draw, count):

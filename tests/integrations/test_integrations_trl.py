@@ -9,7 +9,19 @@ trl = pytest.importorskip("trl")  # an extra
 
 import datasets  # noqa: E402
 from peft import LoraConfig  # noqa: E402
-from preferences import chats, completions, family_model, model, pairs, processor, tokenizer, whole_model  # noqa: E402
+from preferences import (  # noqa: E402
+    chats,
+    completions,
+    family_model,
+    image_model,
+    image_processor,
+    model,
+    pairs,
+    pictures,
+    processor,
+    tokenizer,
+    whole_model,
+)
 from trainers import difference, in_trainers, relative, trained  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
@@ -80,18 +92,20 @@ BALANCED = {"router_aux_loss_coef": 0.5}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 CHATS = {"train_dataset": chats, "eval_dataset": partial(chats, 8)}
 WHOLE = {"model": whole_model, "processing_class": processor}
+SEEING = {"model": image_model, "processing_class": image_processor}
 SFT = {
     "completions, accumulated": ({"train_dataset": completions}, {"gradient_accumulation_steps": 2}),
     "packed": ({"train_dataset": chats}, {"packing": True, "max_length": 160}),
     "over the ranks": (CHATS, {"assistant_only_loss": True, **EVALUATED}),
     "adapters of a model with a tower": ({"train_dataset": chats, **WHOLE, "peft_config": LORA}, {"capacity": 250}),
+    "images": ({"train_dataset": pictures, "eval_dataset": partial(pictures, 6), **SEEING}, {"capacity": 60, **EVALUATED}),
     "experts": ({**CHATS, "model": partial(family_model, "qwen3_moe")}, {**BALANCED, **EVALUATED}),
     "experts with sinks": ({**CHATS, "model": partial(family_model, "gpt_oss", attention="eager")}, EVALUATED),
     "dft, recomputed": (CHATS, {"loss_type": "dft", "activation_checkpointing": True, "assistant_only_loss": True}),
 }
 
 
-@pytest.mark.parametrize("case", some(SFT, list(SFT).index("over the ranks"), list(SFT).index("experts")))
+@pytest.mark.parametrize("case", some(SFT, list(SFT).index("over the ranks"), list(SFT).index("images"), list(SFT).index("experts")))
 def test_sft_is_trls(case, tmp_path):
     data, changes = SFT[case]
 

@@ -19,6 +19,7 @@ import torch
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.data.messages import BESIDE, is_nothing
+from lengthwise.models.images import IMAGE_COLUMNS, MODALITIES
 from lengthwise.session import Session
 from lengthwise.session.row_batch import Row
 from lengthwise.session.source import PlannedStep
@@ -51,7 +52,8 @@ class Examples:
 class RowCollator:
     """A `collate_fn` that calls the user's `collate` for one example at a time, and removes its padding.
 
-    An example that packs several documents, by its `position_ids`, becomes one row per document.
+    An example that packs several documents, by its `position_ids`, becomes one row per document. An example with images
+    keeps the columns of its images.
 
     Raises:
         DataError: a column does not have one value per token.
@@ -92,9 +94,11 @@ def refuse_dropped(dataset: Any) -> Any:
     return dataset
 
 
-def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the sequences of a collated batch without padding, with columns (length,) or (length, ...)."""
-    columns = {name: _array(name, values) for name, values in batch.items() if name not in _SAYS_AS_POSITIONS}
+def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the sequences of a collated batch without padding, with columns (length,) or (length, ...), and images."""
+    images = {name: batch[name] for name in IMAGE_COLUMNS if batch.get(name) is not None}
+    left_out = (*_SAYS_AS_POSITIONS, *IMAGE_COLUMNS, *MODALITIES)
+    columns = {name: _array(name, values) for name, values in batch.items() if name not in left_out}
     if _IDS not in columns:
         raise _wrong(f"a column {_IDS}", ", ".join(columns) or "no column")
     shape = columns[_IDS].shape
@@ -107,8 +111,10 @@ def rows_of(batch: Mapping[str, Any]) -> Iterator[dict[str, np.ndarray]]:
         kept = np.ones(shape[1], dtype=bool) if mask is None else mask.astype(bool)
         row = {name: values[kept] for name, values in row.items()}
         starts = [0] if positions is None else _starts(positions[kept])
+        if images and (shape[0] > 1 or len(starts) > 1):
+            raise _wrong("one sequence in an example with images", f"{shape[0]} rows of {len(starts)} documents")
         for start, stop in zip(starts, [*starts[1:], int(kept.sum())], strict=True):
-            yield {name: values[start:stop] for name, values in row.items()}
+            yield {**{name: values[start:stop] for name, values in row.items()}, **images}
 
 
 def _starts(positions: np.ndarray) -> list[int]:
