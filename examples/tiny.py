@@ -5,13 +5,29 @@ from typing import Any
 
 import datasets
 import torch
+from PIL import Image, ImageDraw
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>"]
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}"
     "{% else %}<assistant>{% generation %}{{ m['content'] }}<eos>{% endgeneration %}{% endif %}{% endfor %}"
+)
+IMAGE_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}"
+    "{% if m['role'] == 'assistant' %}<eos>{% endif %}{% endfor %}"
 )
 
 
@@ -40,6 +56,61 @@ def model() -> PreTrainedModel:
         eos_token_id=1,
     )
     return AutoModelForCausalLM.from_config(config)
+
+
+IMAGE_WORDS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]
+
+
+class ImageProcessor(Qwen3VLProcessor):
+    """Qwen's processor without videos, which need torchvision."""
+
+    def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
+        """Accept no processor of videos."""
+        return type(argument)
+
+
+def image_processor() -> Qwen3VLProcessor:
+    """Return a processor that makes a token of 8 x 8 pixels of an image."""
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": [*SPECIAL[2:], *IMAGE_WORDS]})
+    images = Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=4096)
+    return ImageProcessor(images, words, None, chat_template=IMAGE_TEMPLATE)
+
+
+def image_model() -> PreTrainedModel:
+    """Return a Qwen3-VL of 0.2 million parameters, the same at every call; its tower does not train."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
+    tower = {"depth": 2, "num_heads": 4, "patch_size": 4, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
+    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = Qwen3VLConfig(
+        text_config={**sizes, **text, "vocab_size": 264, "rope_parameters": rope},
+        vision_config={**sizes, **tower},
+        **{name: 260 + number for number, name in enumerate(ids)},
+    )
+    found = Qwen3VLForConditionalGeneration(config)
+    found.model.visual.requires_grad_(False)
+    return found
+
+
+def pictures() -> datasets.Dataset:
+    """Return conversations about no, one or six drawn images: `messages` and `images`."""
+    draw = random.Random(4)
+
+    def image() -> Image.Image:
+        found = Image.new("RGB", (draw.choice([16, 32, 64]), draw.choice([16, 64])), draw.choice(["white", "black"]))
+        ImageDraw.Draw(found).ellipse((2, 2, 12, 12), fill=draw.choice(["red", "green", "blue"]))
+        return found
+
+    talks = [[{"role": role, "content": _text(draw)} for role in ("user", "assistant")] for _ in range(16)]
+    features = {
+        "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+        "images": datasets.List(datasets.Image()),
+    }
+    rows = [{"messages": talk, "images": [image() for _ in range(draw.choice([0, 1, 1, 6]))]} for talk in talks]
+    return datasets.Dataset.from_list(rows, features=datasets.Features(features))
 
 
 def rows() -> datasets.Dataset:

@@ -76,12 +76,15 @@ def loss_tokens(rows):
 
 
 def plain_losses(model, rows, *, dtype=torch.float64, autocast=None):
-    """Yield the summed loss of each row, alone: position t says t + 1, -100 says nothing."""
+    """Yield the summed loss of each row, alone: position t says t + 1, -100 says nothing. Rows may have images."""
     for row in rows:
         ids = torch.as_tensor(row["input_ids"])
         labels = torch.as_tensor(row.get("labels", ids))[1:]
         with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
-            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            images = {name: row[name] for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in row}
+            if "mm_token_type_ids" in row:
+                images["mm_token_type_ids"] = row["mm_token_type_ids"][None]
+            logits = model(input_ids=ids[None], use_cache=False, **images).logits[0, :-1]
         losses = F.cross_entropy(
             logits.to(torch.promote_types(dtype, torch.float32)), labels, ignore_index=-100, reduction="none"
         )

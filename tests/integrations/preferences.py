@@ -98,7 +98,7 @@ IMAGE_TEMPLATE = TEMPLATE.replace(
 class ImageProcessor(Qwen3VLProcessor):
     """Hugging Face's own processor, without videos, which need torchvision."""
 
-    def check_argument_for_proper_class(self, name, arg):
+    def check_argument_for_proper_class(self, _name, arg):
         """Accept no processor of videos."""
         return type(arg)
 
@@ -109,7 +109,9 @@ def image_processor():
     words.add_special_tokens({"additional_special_tokens": list(IMAGE_WORDS)})
     pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
     of_images = Qwen2VLImageProcessorPil(**pixels)
-    return ImageProcessor(image_processor=of_images, tokenizer=words, video_processor=None, chat_template=IMAGE_TEMPLATE)
+    return ImageProcessor(
+        image_processor=of_images, tokenizer=words, video_processor=None, chat_template=IMAGE_TEMPLATE
+    )
 
 
 def image_model():

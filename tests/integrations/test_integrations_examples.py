@@ -22,6 +22,7 @@ PAGES = {
     "lora": "trainer.md",
     "sft": "trainer.md",
     "dpo": "trainer.md",
+    "sft_images": "guides/images.md",
     "grpo": "trainer.md",
 }
 ADDED_LINES = 8

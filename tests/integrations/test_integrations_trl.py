@@ -98,14 +98,19 @@ SFT = {
     "packed": ({"train_dataset": chats}, {"packing": True, "max_length": 160}),
     "over the ranks": (CHATS, {"assistant_only_loss": True, **EVALUATED}),
     "adapters of a model with a tower": ({"train_dataset": chats, **WHOLE, "peft_config": LORA}, {"capacity": 250}),
-    "images": ({"train_dataset": pictures, "eval_dataset": partial(pictures, 6), **SEEING}, {"capacity": 60, **EVALUATED}),
+    "images": (
+        {"train_dataset": pictures, "eval_dataset": partial(pictures, 6), **SEEING},
+        {"capacity": 60, **EVALUATED},
+    ),
     "experts": ({**CHATS, "model": partial(family_model, "qwen3_moe")}, {**BALANCED, **EVALUATED}),
     "experts with sinks": ({**CHATS, "model": partial(family_model, "gpt_oss", attention="eager")}, EVALUATED),
     "dft, recomputed": (CHATS, {"loss_type": "dft", "activation_checkpointing": True, "assistant_only_loss": True}),
 }
 
 
-@pytest.mark.parametrize("case", some(SFT, list(SFT).index("over the ranks"), list(SFT).index("images"), list(SFT).index("experts")))
+@pytest.mark.parametrize(
+    "case", some(SFT, list(SFT).index("over the ranks"), list(SFT).index("images"), list(SFT).index("experts"))
+)
 def test_sft_is_trls(case, tmp_path):
     data, changes = SFT[case]
 

@@ -26,6 +26,7 @@ from lengthwise.models.dropout import (
     stop_dropping,
 )
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit, score_cap
+from lengthwise.models.images import IMAGE_FAMILIES, image_reader, seeing
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import has_own_logits, has_own_loss, token_loss, token_losses
 from lengthwise.models.mixer_choice import choose_mixers
@@ -53,7 +54,6 @@ from lengthwise.models.router import (
     sum_probabilities,
     without_balance_loss,
 )
-from lengthwise.models.images import IMAGE_FAMILIES, image_reader, seeing
 from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
 
 __all__ = [

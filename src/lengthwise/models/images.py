@@ -8,6 +8,7 @@ whole row, computed once by the family's own function, and cut with it.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +142,9 @@ class ImageReader:
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
         tokens, pixels = self._kind.tokens(self._config, given, len(places)), self._kind.pixels(given)
         if int(tokens.sum()) != len(places) or int(pixels.sum()) != len(given[PIXELS]):
-            expected = f"{len(places)} tokens and {len(given[PIXELS])} entries of {PIXELS} for {counted(len(tokens), 'image')}"
+            expected = (
+                f"{len(places)} tokens and {len(given[PIXELS])} entries of {PIXELS} for {counted(len(tokens), 'image')}"
+            )
             got = f"{int(tokens.sum())} tokens and {int(pixels.sum())} entries by {self.columns[-1]}"
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
         ends = np.cumsum(pixels.numpy())
@@ -246,8 +249,11 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def image_reader(model: Any) -> ImageReader | None:
     """Return the reader of a model's images, None if its rows with images do not train."""
     whole = whole_model(model)
-    config = getattr(whole, "config", None)
-    return ImageReader(whole) if has_towers(config) and config.model_type in _KINDS else None
+    config: Any = getattr(whole, "config", None)
+    if not has_towers(config) or config.model_type not in _KINDS:
+        return None
+    # Transformers before 5.20 would take the features for an argument that nothing reads.
+    return ImageReader(whole) if _FEATURES in inspect.signature(whole.model.forward).parameters else None
 
 
 @contextmanager
@@ -263,7 +269,7 @@ def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
 
     def give(module: Any, arguments: Any, given: dict[str, Any]) -> Any:
         rows = given["position_ids"].shape[-1]
-        found = {} if not images.inputs else {_FEATURES: {"image": _features(module, images)}}
+        found: dict[str, Any] = {} if not images.inputs else {_FEATURES: {"image": _features(module, images)}}
         if images.positions is not None:
             found["position_ids"] = F.pad(images.positions, (0, rows - images.positions.shape[-1]))[:, None]
         return arguments, {**given, **found}

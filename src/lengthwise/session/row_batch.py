@@ -172,9 +172,7 @@ def _refuse_unequal(columns: Mapping[str, Sequence[Tensor]]) -> None:
     raise_problems(problems[:_SHOWN])
 
 
-def _read(
-    row: Row, where: str
-) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor], dict[str, Tensor]]:
+def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str, Tensor], dict[str, Tensor]]:
     """Return a row's ids, its labels or None, its other columns, all without masked padding, and those of images."""
     columns = dict(row) if isinstance(row, Mapping) else {_IDS: row}
     if not all(isinstance(name, str) for name in columns):

@@ -1,0 +1,29 @@
+"""The training of `sft_images_plain.py`, planned. Start it with python or torchrun."""
+
+import os
+
+from tiny import image_model, image_processor, pictures
+from trl import SFTConfig
+
+from lengthwise.integrations.trl import SFTTrainer
+
+arguments = SFTConfig(
+    "runs/sft_images",
+    per_device_train_batch_size=8 // int(os.environ.get("WORLD_SIZE", "1")),
+    max_steps=3,
+    learning_rate=1e-3,
+    logging_steps=1,
+    report_to="none",
+    disable_tqdm=True,
+    save_strategy="no",
+    use_cpu=True,
+    bf16=False,
+    max_length=None,
+)
+trainer = SFTTrainer(
+    model=image_model(),
+    args=arguments,
+    train_dataset=pictures(),
+    processing_class=image_processor(),
+)
+trainer.train()
