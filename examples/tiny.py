@@ -64,7 +64,7 @@ IMAGE_WORDS = ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_e
 class ImageProcessor(Qwen3VLProcessor):
     """Qwen's processor without videos, which need torchvision."""
 
-    def check_argument_for_proper_class(self, _name: str, argument: Any) -> Any:
+    def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:  # noqa: ARG002
         """Accept no processor of videos."""
         return type(argument)
 
@@ -84,11 +84,13 @@ def image_model() -> PreTrainedModel:
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
     text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16}
     tower = {"depth": 2, "num_heads": 4, "patch_size": 4, "out_hidden_size": 64, "deepstack_visual_indexes": [0]}
-    ids = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     config = Qwen3VLConfig(
         text_config={**sizes, **text, "vocab_size": 264, "rope_parameters": rope},
         vision_config={**sizes, **tower},
-        **{name: 260 + number for number, name in enumerate(ids)},
+        image_token_id=260,
+        video_token_id=261,
+        vision_start_token_id=262,
+        vision_end_token_id=263,
     )
     found = Qwen3VLForConditionalGeneration(config)
     found.model.visual.requires_grad_(False)

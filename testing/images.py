@@ -43,8 +43,8 @@ def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
         if family.startswith("qwen3_vl"):
             vision.depth, vision.deepstack_visual_indexes = 3, [0, 1]
         how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": dtype}
-        made = AutoModelForImageTextToText.from_config(config, **how)
-    model = enliven(made.train())
+        made: Any = AutoModelForImageTextToText.from_config(config, **how)
+    model: Any = enliven(made.train())
     language = {id(each) for part in (model.get_decoder(), model.get_output_embeddings()) for each in part.parameters()}
     for each in model.parameters():
         each.requires_grad_(id(each) in language)
