@@ -129,22 +129,20 @@ def image_model():
     return made
 
 
-def pictures(count=12):
-    """Return conversations about no, one or several images."""
-    draw = random.Random(4)
+def pictures(count=12, *, preferred=False):
+    """Return conversations about no, one or several images, or what was chosen and what was rejected about them."""
+    draw, turn = random.Random(4), {"role": datasets.Value("string"), "content": datasets.Value("string")}
+    sides = {"prompt": "user", "chosen": "assistant", "rejected": "assistant"}
 
     def row(number):
         values = np.random.default_rng(number)
         sizes = [(draw.choice([8, 16, 40]), draw.choice([8, 24])) for _ in range(draw.choice([0, 1, 1, 3]))]
         images = [Image.fromarray(values.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in sizes]
-        roles = ("user", "assistant")
-        messages = [{"role": role, "content": _words(draw, draw.randint(1, 12))} for role in roles]
-        return {"messages": messages, "images": images}
+        said = {side: [{"role": role, "content": _words(draw, draw.randint(1, 12))}] for side, role in sides.items()}
+        return {**(said if preferred else {"messages": said["prompt"] + said["chosen"]}), "images": images}
 
-    features = {
-        "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
-        "images": datasets.List(datasets.Image()),
-    }
+    names = tuple(sides) if preferred else ("messages",)
+    features = {**{name: datasets.List(turn) for name in names}, "images": datasets.List(datasets.Image())}
     rows = [row(number) for number in range(count)]
     return datasets.Dataset.from_list(rows, features=datasets.Features(features))
 

@@ -138,6 +138,7 @@ DPO = {
     "adapters in stages": {**STAGES, "max_steps": 1},
     "layers with states": {"family": "lfm2", "activation_checkpointing": True},
     "a model with a tower": {},
+    "images": {"capacity": 60},
     "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "activation_checkpointing": True},
     "weighted, evaluated": {"use_weighting": True, "ld_alpha": 0.5, **EVALUATED},
     "precomputed": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 2, "ld_alpha": 0.5, **EVALUATED},
@@ -149,7 +150,7 @@ DPO = {
 
 
 @pytest.mark.parametrize(
-    "case", some(DPO, *map(list(DPO).index, ("a model with a tower", "precomputed by the model", "experts")))
+    "case", some(DPO, *map(list(DPO).index, ("images", "a model with a tower", "precomputed by the model", "experts")))
 )
 def test_dpo_is_trls(case, tmp_path):
     def make():
@@ -160,6 +161,9 @@ def test_dpo_is_trls(case, tmp_path):
             return {**data, "model": family_model(family), "ref_model": family_model(family)}
         if case == "a model with a tower":
             return {**data, "model": whole_model(), "ref_model": whole_model(), "processing_class": processor()}
+        if case == "images":
+            seeing = {"model": image_model(), "ref_model": image_model(), "processing_class": image_processor()}
+            return {"train_dataset": pictures(preferred=True), "eval_dataset": pictures(6, preferred=True), **seeing}
         if case == "precomputed by the model":
             return data
         return {**data, "ref_model": model()}

@@ -33,6 +33,7 @@ from lengthwise.integrations.grpo import GRPOTrainer as GRPOTrainer
 from lengthwise.integrations.grpo import RLOOTrainer as RLOOTrainer
 from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin
 from lengthwise.integrations.transformers import PlannedTrainerMixin
+from lengthwise.models.images import IMAGE_COLUMNS, MODALITIES
 from lengthwise.session import StepResult
 from lengthwise.session.row_batch import Row
 
@@ -130,16 +131,19 @@ class PreferenceCollator:
 
     def __call__(self, examples: Sequence[Any]) -> Preferences:
         """Return the examples' rows: all chosen ones, then all rejected ones."""
-        inputs = self.collate(list(examples))
+        alone = [dict(example) for example in examples]  # TRL's collator changes its examples
+        inputs = dict(self.collate(list(examples)))
+        seen = [inputs.pop(name) for name in (*IMAGE_COLUMNS, *MODALITIES) if name in inputs]
         others = sorted(inputs.keys() - {_IDS, _MASK, _COMPLETION, *_OF_REFERENCE})
         if others:
-            got, remedy = ", ".join(others), "Images are not supported."
-            expected = f"{_IDS}, {_MASK} and {_COMPLETION}"
+            got, remedy = ", ".join(others), "Remove these columns."
+            expected = f"{_IDS}, {_MASK}, {_COMPLETION} and images"
             raise DataError("data_collator", expected=expected, got=got, remedy=remedy)
         labels = inputs[_IDS].masked_fill(inputs[_COMPLETION] == 0, NO_LOSS)
         kept = inputs[_MASK].bool()
+        images = [_images_of(self.collate([example])) if seen else {} for example in alone] * 2
         rows = tuple(
-            {_IDS: inputs[_IDS][number][each].numpy(), "labels": labels[number][each].numpy()}
+            {_IDS: inputs[_IDS][number][each].numpy(), "labels": labels[number][each].numpy(), **images[number]}
             for number, each in enumerate(kept)
         )
         return Preferences(rows=rows, num_examples=len(examples), inputs=inputs)
@@ -155,6 +159,12 @@ class PreferenceCollator:
         for number, places in enumerate(map(np.flatnonzero, kept)):
             predicts = np.append(counts[number, places[1:]], False)
             yield np.where(predicts, first + number * width + places, 0)
+
+
+def _images_of(inputs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the image columns of one side of a collated pair, whose two sides have the same images."""
+    columns = {name: inputs[name] for name in IMAGE_COLUMNS if name in inputs}
+    return {name: each[: len(each) // 2] for name, each in columns.items()}
 
 
 class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
