@@ -106,6 +106,7 @@ class ImageProcessor(Qwen3VLProcessor):
 def image_processor():
     """Return it for images of 64 to 1,024 pixels, in tokens of 8 x 8."""
     words = copy.deepcopy(tokenizer())
+    words.padding_side = "left"  # as Qwen's
     words.add_special_tokens({"additional_special_tokens": list(IMAGE_WORDS)})
     pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
     of_images = Qwen2VLImageProcessorPil(**pixels)
@@ -114,7 +115,7 @@ def image_processor():
     )
 
 
-def image_model():
+def image_model(dtype=torch.float32):
     """Return a small Qwen3-VL with a frozen tower."""
     words = image_processor().tokenizer
     with torch.random.fork_rng():
@@ -124,7 +125,7 @@ def image_model():
         ids = words.convert_tokens_to_ids(list(IMAGE_WORDS))
         config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = ids
         config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 2, [0]
-        made = enliven(AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train())
+        made = enliven(AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype).train())
     made.model.visual.requires_grad_(False)
     return made
 

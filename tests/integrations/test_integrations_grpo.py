@@ -25,9 +25,9 @@ from grpo_runs import (
     with_tools,
 )
 from peft import LoraConfig
-from preferences import family_model, model
+from preferences import family_model, image_model, image_processor, model, pictures
 from trainers import difference, in_trainers, weights_of
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
 from trl.trainer.utils import pad
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
@@ -66,6 +66,8 @@ CASES = {
     "in this process, asleep, over the ranks": {**COLOCATED, "vllm_enable_sleep_mode": True, **OFF},
     "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
     "experts, evaluated": {"family": "mixtral", "loss_type": "grpo", **BALANCED, **EVALUATED},
+    "images, KL, over the ranks": {"beta": 0.1, "images": True, **OFF},
+    "rloo, images": {"rloo": True, "images": True},
     "grpo, a reference that follows": {
         "loss_type": "grpo",
         "beta": 0.1,
@@ -98,7 +100,17 @@ def saved(tmp_path_factory):
 
 
 def loaded(folder, **how):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how)
+    if folder.name != "seeing":
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how)
+    found = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64)
+    found.model.visual.requires_grad_(False)
+    return found
+
+
+def asked():
+    """Return questions about images, without answers; TRL's GRPO takes none without an image beside them."""
+    every = pictures(40, preferred=True).remove_columns(["chosen", "rejected"])
+    return every.select([number for number, each in enumerate(every["images"]) if each])
 
 
 @pytest.mark.parametrize(
@@ -111,6 +123,9 @@ def test_grpo_is_trls(case, ranks, tmp_path, saved):
     plain, planned = (PlainRLOO, PlannedRLOO) if config.pop("rloo", False) else (Plain, Planned)
     if family := config.pop("family", None):
         family_model(family, torch.float64).save_pretrained(saved := tmp_path / family)
+    if config.pop("images", False):
+        image_model(torch.float64).save_pretrained(saved := tmp_path / "seeing")
+        how |= {"processing_class": image_processor(), **dict.fromkeys(("train_dataset", "eval_dataset"), asked())}
     in_fp64 = {"experts_implementation": "eager", "attn_implementation": "sdpa"} if family else {}
     how |= {"rows": config.pop("rows", 12), "config": config}
 

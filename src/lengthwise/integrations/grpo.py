@@ -124,8 +124,8 @@ class RolloutMixin(TokenLossMixin):
         return found
 
     def _of_all(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        parts = gather_object([{name: values.cpu() for name, values in own.items()}])
-        return {name: values.to(self.args.device) for name, values in joined(parts).items()}
+        parts = gather_object([_on("cpu", own)])
+        return _on(self.args.device, joined(parts))
 
     def _prepare_inputs(self, generation_batch: Any) -> Any:
         found = super()._prepare_inputs(generation_batch)
@@ -158,12 +158,10 @@ class RolloutMixin(TokenLossMixin):
         if isinstance(model, Answers):
             answer = model()
             return answer.log_probs, answer.entropy, answer.aux_loss
-        if any(how.get(name) is not None for name in OF_IMAGES):
-            remedy = "Take the images out of the prompts."
-            raise DataError("dataset", expected="prompts of text", got="images", remedy=remedy)
         names, columns = ("ids", "mask"), (input_ids, attention_mask)
         own = {f"prompt_{name}": each[:, :-logits_to_keep] for name, each in zip(names, columns, strict=True)}
         own |= {f"completion_{name}": each[:, -logits_to_keep:] for name, each in zip(names, columns, strict=True)}
+        own |= {name: how[name] for name in OF_IMAGES if how.get(name) is not None}
         every, rows = self._of_all(own), len(input_ids)
         is_reference = self.ref_model is not None and model is self.ref_model
         session = self._session_of_reference() if is_reference else self._session_of_model()
@@ -275,6 +273,10 @@ class RolloutMixin(TokenLossMixin):
             # Accelerate cuts the last batch's copies of its loss to the remainder of the data set's prompts.
             weight = state.remainder / whole if state.end_of_dataloader and state.remainder > 0 else 1.0
             yield len(prompts), loss * weight, weight
+
+
+def _on(device: Any, columns: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: each.to(device) if isinstance(each, Tensor) else each for name, each in columns.items()}
 
 
 class GRPOTrainer(RolloutMixin, trl.GRPOTrainer):

@@ -12,27 +12,38 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from trl.trainer.utils import split_pixel_values_by_grid
 
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.token_losses import SLOTS
+from lengthwise.models.images import MODALITIES, PIXELS
 from lengthwise.session import Session
 from lengthwise.session.row_batch import Row
 
 PROMPTS, COMPLETIONS = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
 _PADDED_WITH_ONES = ("tool_mask",)
-OF_IMAGES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
+_GRIDS = (PIXELS, "image_grid_thw")  # the images of Qwen, which TRL splits by row
+_COUNTS = "num_images"  # of each row, a list
+OF_IMAGES = (*_GRIDS, _COUNTS)
+_OF_OTHER_IMAGES = ("image_sizes", "image_position_ids", "pixel_attention_mask", "spatial_shapes", "num_tiles")
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the columns of all ranks' rows as one batch, in the order of ranks, padded to one width.
 
-    A column without dimensions has the same number on all ranks.
+    A column without dimensions has the same number on all ranks. A rank whose rows have no images lacks their columns.
     """
-    return {name: _joined(name, [part[name] for part in parts]) for name in parts[0]}
+    names = dict.fromkeys(name for part in parts for name in part if name not in MODALITIES)
+    found = {name: _joined(name, [part[name] for part in parts if name in part]) for name in names}
+    if _COUNTS in found:
+        found[_COUNTS] = [each for part in parts for each in part.get(_COUNTS) or [0] * len(part["prompt_ids"])]
+    return found
 
 
-def _joined(name: str, parts: Sequence[Tensor]) -> Tensor:
+def _joined(name: str, parts: Sequence[Any]) -> Any:
+    if name in OF_IMAGES:
+        return None if name == _COUNTS else torch.cat(list(parts))
     if parts[0].dim() == 0:
         return parts[0]
     if parts[0].dim() == 1:
@@ -69,7 +80,7 @@ def planned_rows(batches: Sequence[Mapping[str, Tensor]], every: bool = False) -
 
 def _rows(batch: Mapping[str, Tensor], first: int, every: bool) -> Iterator[Row]:
     prompts, prompt_mask, completions, mask = (batch[name].cpu().numpy() for name in (*PROMPTS, *COMPLETIONS))
-    width = mask.shape[1]
+    width, images = mask.shape[1], _images(batch)
     for number, has_token in enumerate(mask.astype(bool)):
         prompt, completion = prompts[number][prompt_mask[number].astype(bool)], completions[number][has_token]
         if not len(completion) and not every:
@@ -81,7 +92,24 @@ def _rows(batch: Mapping[str, Tensor], first: int, every: bool) -> Iterator[Row]
         # At each token the place of the one that it predicts; all others add 0 to the first place of all.
         places = first + number * width + np.flatnonzero(has_token)
         slots = np.concatenate([np.zeros(len(prompt) - 1, int), places, [0]])
-        yield {"input_ids": np.concatenate([prompt, completion]), "labels": labels, SLOTS: slots}
+        row = {"input_ids": np.concatenate([prompt, completion]), "labels": labels, SLOTS: slots}
+        yield {**row, **{name: each[number] for name, each in images.items() if len(each[number])}}
+
+
+def _images(batch: Mapping[str, Any]) -> dict[str, Sequence[Tensor]]:
+    """Return the image columns of a batch, a tensor a row.
+
+    Raises:
+        DataError: the family has other columns of images.
+    """
+    if others := [name for name in _OF_OTHER_IMAGES if batch.get(name) is not None]:
+        remedy = "Use a model of Qwen's, or take the images out of the prompts."
+        got = ", ".join(others)
+        raise DataError("dataset", expected=f"images with {' and '.join(_GRIDS)}", got=got, remedy=remedy)
+    if batch.get(PIXELS) is None:
+        return {}
+    split: Mapping[str, Any] = split_pixel_values_by_grid(dict(batch))
+    return {name: split[name] for name in _GRIDS}
 
 
 def flat(batches: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
