@@ -108,7 +108,7 @@ def _images(batch: Mapping[str, Any]) -> dict[str, Sequence[Tensor]]:
         raise DataError("dataset", expected=f"images with {' and '.join(_GRIDS)}", got=got, remedy=remedy)
     if batch.get(PIXELS) is None:
         return {}
-    split: Mapping[str, Any] = split_pixel_values_by_grid(dict(batch))
+    split: dict[str, Any] = split_pixel_values_by_grid(dict(batch))  # type: ignore[assignment]
     return {name: split[name] for name in _GRIDS}
 
 

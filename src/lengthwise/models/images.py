@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
-from lengthwise.models.text_part import has_towers, whole_model
+from lengthwise.models.text_part import has_towers, left_alone, whole_model
 
 PIXELS = "pixel_values"
 MODALITIES = ("mm_token_type_ids",)  # columns of processors that say again which tokens are images
@@ -252,8 +252,10 @@ def image_reader(model: Any) -> ImageReader | None:
     config: Any = getattr(whole, "config", None)
     if not has_towers(config) or config.model_type not in _KINDS:
         return None
-    # Transformers before 5.20 would take the features for an argument that nothing reads.
-    return ImageReader(whole) if _FEATURES in inspect.signature(whole.model.forward).parameters else None
+    is_here = not any(each.is_meta for each in left_alone(model).values())  # of a stored model rank 0 has the tower
+    # Earlier versions of Transformers would take the features for an argument that nothing reads.
+    takes_features = _FEATURES in inspect.signature(whole.model.forward).parameters
+    return ImageReader(whole) if is_here and takes_features else None
 
 
 @contextmanager
@@ -283,6 +285,10 @@ def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
 
 def _features(model: Any, images: MicrobatchImages) -> Any:
     """Return the tower's output, of the rank's image tokens alone."""
+    decoder = model.get_decoder()
+    for part in model.children():  # a model to be sharded waits in host memory, and its tower with it
+        if part is not decoder and any(each.device != images.features.device for each in part.parameters()):
+            part.to(images.features.device)
     with torch.no_grad():
         found = model.get_image_features(**images.inputs, return_dict=True)
 
