@@ -43,10 +43,10 @@ dist: $(VENV)/.installed-dev
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python testing/dist.py dist
 	$(PYTHON) -m venv .venv-dist
-	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
 	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  numpy pydantic pyyaml rich tyro
-	cd dist && ../.venv-dist/bin/lengthwise simulate --model qwen3-8b --ranks 8 --context 32K --steps 1
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	cd dist && ../.venv-dist/bin/lengthwise simulate --model llama-7b --lengths github --context 16K --gpus 8
 
 # The newest releases that the ranges in pyproject.toml allow, but for torch, unless TORCH='torch>=2.14' names a newer one.
 TORCH ?= $(shell grep '^torch==' constraints.txt)

@@ -22,7 +22,9 @@ def main(folder: Path) -> None:
     assert cited is not None and own is not None and {cited[1], own[1]} == {version}, f"versions differ from {version}"
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), f"CHANGELOG has no {version}"
 
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
+        "\n"
+    )
     package = {each.removeprefix("src/") for each in listed if each.startswith("src/")}
     (wheel,), (source,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     with zipfile.ZipFile(wheel) as archive:
@@ -31,7 +33,11 @@ def main(folder: Path) -> None:
         said = archive.read(metadata).decode()
     beside = {each for each in names if not each.startswith(f"lengthwise-{version}.dist-info/")}
     assert beside == package, f"wheel and git differ: {sorted(beside ^ package)[:5]}"
-    for line in (f"Version: {version}", "License-Expression: Apache-2.0", f"Requires-Python: {project['requires-python']}"):
+    for line in (
+        f"Version: {version}",
+        "License-Expression: Apache-2.0",
+        f"Requires-Python: {project['requires-python']}",
+    ):
         assert line in said.splitlines(), f"METADATA lacks {line}"
     with tarfile.open(source) as archive:
         held = {each.partition("/")[2] for each in archive.getnames()}
