@@ -19,7 +19,7 @@ def main(folder: Path) -> None:
     version = project["version"]
     cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
     own = re.search(r'__version__ = "(.+)"', (ROOT / "src/lengthwise/core/__init__.py").read_text(encoding="utf-8"))
-    assert cited is not None and own is not None and {cited[1], own[1]} == {version}, f"versions differ from {version}"
+    assert {found and found[1] for found in (cited, own)} == {version}, f"versions differ from {version}"
     assert f"## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), f"CHANGELOG has no {version}"
 
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split(
