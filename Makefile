@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint docs families test-newest gpu-check clean
+.PHONY: demo test test-all lint docs dist families test-newest gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lengthwise demo
@@ -37,6 +37,17 @@ docs: .venv-docs/.installed
 families: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/families.py --out docs/families.md
 
+# The wheel and the source archive, dist/: checked, and the wheel planned with where there is no torch.
+dist: $(VENV)/.installed-dev
+	rm -rf dist .venv-dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/python testing/dist.py dist
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  numpy pydantic pyyaml rich tyro
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --no-deps dist/*.whl
+	cd dist && ../.venv-dist/bin/lengthwise simulate --model llama-7b --lengths github --context 16K --gpus 8
+
 # The newest releases that the ranges in pyproject.toml allow, but for torch, unless TORCH='torch>=2.14' names a newer one.
 TORCH ?= $(shell grep '^torch==' constraints.txt)
 test-newest:
@@ -57,7 +68,7 @@ gpu-check:
 	@$(BIN)/python benchmarks/gpu_check.py --out runs/gpu --page docs/gpu.md
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-docs .site runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest .venv-docs .venv-dist dist .site runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -1,6 +1,7 @@
 """What `import lengthwise` gives: names that are documented and light."""
 
 import ast
+import importlib
 import inspect
 import json
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 import lengthwise
+from lengthwise.session.keywords import SessionOptions
 
 LIGHT = """
 import sys
@@ -44,6 +46,43 @@ def test_every_name_is_there_and_documented(name: str) -> None:
     value = getattr(lengthwise, name)
     assert inspect.getdoc(value)
     assert name in dir(lengthwise)
+
+
+STABLE = {  # a name that goes works for one minor version more, with a FutureWarning (docs/versions.md)
+    "train": "run ranks overrides overwrite resume accept_changes max_restarts timeout_seconds callbacks",
+    "verify": "run ranks overrides full plan timeout_seconds on_start on_phase",
+    "plan": "tokens cluster cost options",
+    "check": "plan",
+    "score": "plan cost speeds",
+    "simulate": "plan cost",
+    "costs": "model hardware file stages simple",
+    "options": "planner layers context_tokens recompute offload heads mode speeds stages virtual planning_share",
+    "Cluster": "ranks capacity_tokens",
+    "Session": "model optimizer lengths batch_tokens seed timeout_seconds ranks settings",
+}
+STABLE_SETTINGS = (
+    "capacity_tokens planner offload shard ranks_per_node stages virtual heads measurements attention compile "
+    "fused_layers experts overlap share_prefixes offload_optimizer recompute precision device"
+)
+STABLE_METHODS = (
+    "backward backward_by_sequence batches capacity_tokens clip_grad_norm_ close evaluate expect grad_norm load "
+    "longest_tokens save save_pretrained steps sum_over_ranks token_values whole whole_on_first"
+)
+STABLE_TRAINERS = {
+    "transformers": "Trainer",
+    "trl": "SFTTrainer DPOTrainer GRPOTrainer RLOOTrainer",
+    "async_grpo": "AsyncGRPOTrainer",
+}
+
+
+def test_names_that_users_depend_on_stay() -> None:
+    for name, arguments in STABLE.items():
+        assert set(arguments.split()) <= set(inspect.signature(getattr(lengthwise, name)).parameters), name
+    assert set(STABLE_SETTINGS.split()) <= set(SessionOptions.__annotations__)
+    assert all(hasattr(lengthwise.Session, name) for name in STABLE_METHODS.split())
+    for module, names in STABLE_TRAINERS.items():
+        home = importlib.import_module(f"lengthwise.integrations.{module}")
+        assert all(hasattr(home, name) for name in names.split())
 
 
 def test_all_is_what_is_imported_for_types() -> None:
