@@ -183,6 +183,8 @@ def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str
     images = {name: tensors.pop(name) for name in IMAGE_COLUMNS if name in tensors}
     for name in MODALITIES:
         tensors.pop(name, None)
+    if tensors[_IDS].dim() == 2 and len(tensors[_IDS]) == 1:  # what a tokenizer or processor returns for one text
+        tensors = {name: values[0] if len(values) == 1 else values for name, values in tensors.items()}
     if not tensors[_IDS].numel():
         raise _wrong(where, "at least one token", "none")
     ids = _whole(tensors.pop(_IDS), f"{where}, {_IDS}")
