@@ -163,7 +163,8 @@ class EmulatedRank:
         for task in program.tasks(self._transport.rank, ring_step):
             length = program.tokens[task.sequence]
             positions = program.microbatch.pieces[task.piece].degree / task.heads.parts
-            whole = float(self._cost.attention_seconds(np.array([float(length)]), positions)[0]) / task.heads.parts
+            of_step = self._cost.ring_step_seconds(np.array([float(length)]), positions)[min(ring_step, 1)]
+            whole = float(of_step[0]) / task.heads.parts
             queries, keys = task.q_stop - task.q_start, task.kv_stop - task.kv_start
             total += whole * (1 if task.causal else 2) * queries * keys / length**2
         return each.attention * total / attention_layers(self._cost)

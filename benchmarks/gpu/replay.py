@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +29,7 @@ from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, shape_from_config
-from lengthwise.cost.fit import with_terms
+from lengthwise.cost.fit import with_curves, with_terms
 from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.optimizer import sliced_optimizer
@@ -49,8 +48,8 @@ def replay(sizes: Sizes, records: Records) -> None:
     config: Any = loop.model.config
     measured = _measure(sizes, loop)
     base = base_cost(shape_from_config(config.to_dict()), measured.hardware, precision=measured.precision)
-    curve = measured.fit.block_efficiency or base.block_efficiency
-    cost = with_terms(replace(base, block_efficiency=curve), measured.fit.terms)
+    fit = measured.fit
+    cost = with_terms(with_curves(base, fit.block_efficiency, fit.ring_efficiency), fit.known)
     records.keep("replay-measurements.json", measured.to_json())
     for line in loop.said:
         records.add("note", said=line)

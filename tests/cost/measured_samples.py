@@ -47,6 +47,8 @@ def samples_of(cost, *, noise=0.0, seed=0):
     for length in LENGTHS:
         pairs = cost.attention_seconds(np.array([float(length)]), 1)[0] / cost.layers
         found.append(sample("block", noisy(pairs), (length,), forward=noisy(cost.forward.attention * pairs)))
+        below = cost.ring_step_seconds(np.array([2.0 * length]), 2)[1][0] / 4 / cost.layers
+        found.append(sample("ring_block", noisy(below), (length,), forward=noisy(cost.forward.attention * below)))
     for size in (1 << 20, 1 << 24):
         found.append(sample("copy", noisy(1e-3 + 2 * size / cost.copy_bytes_per_second), num_bytes=size))
     for kind in ("embedding", "head"):

@@ -40,8 +40,9 @@ def test_hardware_of_a_users_own_is_read_by_path(tmp_path) -> None:
         ({"link_byte_per_second": 1.0}, "link_bytes_per_second"),
         *(
             ({"block_efficiency": curve}, "block_efficiency")
-            for curve in ([[1024, 0.9], [512, 1.0]], [[1024, 0.1], [2048, 1.0]], [[1024, 0.9]], [1024, 1.0])
+            for curve in ([[1024, 0.9], [512, 1.0]], [[512, 0.9], [1024, 0.8], [2048, 1.0]], [[1024, 0.9]], [1024, 1.0])
         ),
+        ({"ring_efficiency": [[128, 0.9], [16384, 1.0]]}, "no block faster than a document of twice its tokens"),
         ({"device_bytes": -1, "host_bytes": 0}, r"(?s)device_bytes.*host_bytes"),
         ({"device_bytes": ..., "source": ...}, "device_bytes, source"),
     ],
@@ -65,9 +66,9 @@ def test_what_is_no_file_of_a_json_object_is_refused(tmp_path, text) -> None:
             read(str(path))
 
 
-@pytest.mark.parametrize(("kernel", "reached"), [("flash2", 325.6), ("cudnn", 522.4), ("flash3", 575.7)])
+@pytest.mark.parametrize(("kernel", "reached"), [("flash2", 325.6), ("cudnn", 568.7), ("flash3", 575.7)])
 def test_attention_kernels_reach_what_their_sources_say(kernel: str, reached: float) -> None:
-    """TFLOP/s of forward and backward at 16K tokens, from those of both passes in the figures of FlashAttention-3."""
+    """TFLOP/s of both passes at 16K tokens: of the figures of FlashAttention-3, and of cuDNN's runs on an H200."""
     hardware = named_hardware("h100").with_kernel(kernel)
     assert hardware.kernel == kernel
     assert hardware.attention_efficiency * hardware.peak_flops_per_second / 1e12 == pytest.approx(reached, rel=0.002)

@@ -33,7 +33,7 @@ SLOW = replace(NODES_OF_4, link_bytes_per_second=1e8, node_uplink_bytes_per_seco
 
 def test_two_rings_that_leave_a_node_at_once_share_its_uplink() -> None:
     # One NIC a node: rings 2..5 and 6..9 both cross a border of node 1, which lets one through at a time.
-    cost = replace(all_terms_cost(SHAPE, SLOW), block_efficiency=())
+    cost = replace(all_terms_cost(SHAPE, SLOW), block_efficiency=(), ring_efficiency=())
     one, both = (simulate_plan(_crossing(*firsts), cost) for firsts in ((2,), (2, 6)))
     assert both.end.max() == pytest.approx(2 * one.end.max(), rel=0.03)
     (ring, other), tokens = (microbatch.pieces[0] for microbatch in _crossing(2, 6).microbatches), (400_000,) * 2

@@ -17,7 +17,7 @@ from lengthwise.simulator.rounds import ring_clocks
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)
-EVEN = replace(COST, block_efficiency=())
+EVEN = replace(COST, block_efficiency=(), ring_efficiency=())
 LENGTHS = st.lists(st.one_of(st.integers(1, 40), st.integers(1, 5000)), min_size=1, max_size=4)
 
 
@@ -120,9 +120,10 @@ def test_clocks_are_those_of_running_every_layer_of_the_program(
             link_bytes_per_second=50e9 * slow_link,
             node_uplink_bytes_per_second=400e9 * slow_link * uplink / 4,
             block_efficiency=((1, 1.0),),
+            ring_efficiency=(),
         ),
     )
-    cost = replace(cost, block_efficiency=())
+    cost = replace(cost, block_efficiency=(), ring_efficiency=())
     pieces = [Piece(ranks=ring_order(first, degree), sequences=tuple(range(len(lengths))))]
     tokens = [*lengths, *(length for _, length in packs)]
     pieces += [Piece(ranks=(rank,), sequences=(len(lengths) + i,)) for i, (rank, _) in enumerate(packs)]
@@ -148,7 +149,7 @@ def test_two_rings_share_a_link_and_an_uplink(pair):
     slow = replace(HARDWARE, link_bytes_per_second=1e9, node_uplink_bytes_per_second=2e8)
     if pair == "over one rank":
         slow = replace(HARDWARE, link_bytes_per_second=1e8, ranks_per_node=1)
-    cost = replace(all_terms_cost(replace(SHAPE, layers=2), slow), block_efficiency=())
+    cost = replace(all_terms_cost(replace(SHAPE, layers=2), slow), block_efficiency=(), ring_efficiency=())
     pieces = [Piece(ranks=ranks, sequences=(i,), shares=shares) for i, (ranks, shares) in enumerate(RING_PAIRS[pair])]
     microbatch, tokens = Microbatch(pieces=tuple(pieces)), [40_000, 40_000]
     forward, total = _slow_clocks(microbatch, tokens, cost, 24)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from lengthwise.core.measurements import Measurements
 
 _SHORTEST_SECONDS = 0.5
-_HARDLY_KNOWN = 0.5  # relative error of a term above which its samples tell little
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,14 +152,9 @@ class Profile:
             raise OutputError(str(path), expected=expected, got="an existing one", remedy=remedy)
 
 
-def _sureness(relative_error: float | None) -> str:
-    if relative_error is None:
-        return "unknown"
-    return percent(relative_error) + ", hardly known from these samples" * (relative_error > _HARDLY_KNOWN)
-
-
 def print_measurements(found: Measurements) -> None:
     """Print the fitted terms with their errors, and the terms that were not measured."""
+    from lengthwise.core.measurements import HARDLY_KNOWN
     from lengthwise.report.tables import ColumnTable
 
     place, fit, console = found.place, found.fit, plain_console()
@@ -174,10 +168,15 @@ def print_measurements(found: Measurements) -> None:
         shown = f"{term.value:.3g} s" if name.endswith("_seconds") else percent(term.value)
         if name.endswith("bytes_per_second"):
             shown = f"{count(term.value)}B/s"
-        rows.append((name, shown, _sureness(term.relative_error)))
+        rows.append((name, shown, "unknown" if term.relative_error is None else percent(term.relative_error)))
     console.print(ColumnTable(rows=rows, title="fitted (measured; error: standard error over value)"))
     if fit.not_measured:
         console.print(f"not measured, taken from {found.hardware}: {', '.join(fit.not_measured)}")
+    if hardly := [name for name in fit.terms if name not in fit.known]:
+        console.print(
+            f"hardly known from these samples (an error over {percent(HARDLY_KNOWN)}), taken from {found.hardware}: "
+            f"{', '.join(hardly)}"
+        )
     spread = sorted(sample.spread for sample in found.samples)[len(found.samples) // 2]
     console.print(
         f"the costs miss microbatches by {percent(fit.mean_error)} on average, {percent(fit.worst_error)} at worst; "

@@ -19,7 +19,17 @@ from lengthwise.core.shape import ModelShape
 SCHEMA = "lengthwise.measurements/1"
 
 Kind = Literal[
-    "local", "ring", "block", "transfer", "copy", "embedding", "head", "end_collectives", "end_update", "end_clear"
+    "local",
+    "ring",
+    "block",
+    "ring_block",
+    "transfer",
+    "copy",
+    "embedding",
+    "head",
+    "end_collectives",
+    "end_update",
+    "end_clear",
 ]
 Tier = Literal["none", "near", "far"]
 TermName = Literal[
@@ -39,6 +49,8 @@ TermName = Literal[
     "embedding_seconds",
     "head_seconds",
 ]
+ARITHMETIC: tuple[TermName, ...] = ("quadratic_seconds", "linear_seconds", "fixed_seconds")
+HARDLY_KNOWN = 0.5  # relative error
 Clock = Literal["wall", "cpu"]
 Precision = Literal["fp32", "bf16", "fp64"]
 
@@ -54,9 +66,10 @@ class Sample:
     """One part of a step that a rank ran repeatedly.
 
     kind: "local", a microbatch of packs on each rank; "ring", sequences over `degree` ranks; "block", one layer's
-        causal attention, the kernel alone; "transfer", a message to the next rank and one from it; "copy", activations
-        to the offload store and back, on all ranks at once; "embedding" and "head" (with the loss), alone; and of the
-        step's end "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
+        causal attention, the kernel alone; "ring_block", the same queries and half as many keys, all seen; "transfer",
+        a message to the next rank and one from it; "copy", activations to the offload store and back, on all ranks at
+        once; "embedding" and "head" (with the loss), alone; and of the step's end "end_collectives", "end_update"
+        (AdamW on this rank's slice) and "end_clear".
     lengths: tokens of each sequence. degree: number of ranks that took part.
     tier: slowest link in use: none, inside a node (near), or between nodes (far).
     num_bytes: bytes that a rank sent, if the lengths do not determine them.
@@ -114,8 +127,8 @@ class Fit:
     """The coefficients fitted to the samples.
 
     terms: coefficients by the field names of `cost.Cost`, its links and its `ending`. not_measured: terms without a
-    sample, which the file's `hardware` gives. block_efficiency: as in `Hardware`; empty if not measured. mean_error,
-    worst_error: relative errors of the predicted seconds of local and ring samples.
+    sample, which the file's `hardware` gives. block_efficiency, ring_efficiency: as in `Hardware`; empty if not
+    measured. mean_error, worst_error: relative errors of the predicted seconds of local and ring samples.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _STRICT
@@ -125,6 +138,19 @@ class Fit:
     block_efficiency: tuple[tuple[_AboveZero, _AboveZero], ...]
     mean_error: _FromZero
     worst_error: _FromZero
+    ring_efficiency: tuple[tuple[_AboveZero, _AboveZero], ...] = ()
+
+    @property
+    def known(self) -> Mapping[TermName, Term]:
+        """The terms with an error up to `HARDLY_KNOWN`; costs take the others from the named hardware.
+
+        Those of arithmetic are fitted together and stay together.
+        """
+        return {
+            name: term
+            for name, term in self.terms.items()
+            if name in ARITHMETIC or (term.relative_error or 0.0) <= HARDLY_KNOWN
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -54,6 +54,7 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, stages: int = 1, ad
         fixed_seconds=plain.fixed_seconds / stages,
         cut_seconds=plain.cut_seconds / stages,
         block_efficiency=hardware.block_efficiency,
+        ring_efficiency=hardware.ring_efficiency,
         forward=forward,
         backward=PassShares(
             attention=_BACKWARD_ATTENTION * forward.attention,

@@ -11,7 +11,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.measurements import Measurements
+from lengthwise.core.measurements import HARDLY_KNOWN, Measurements
 from lengthwise.core.names import counted
 from lengthwise.cost.analytic import flops_coefficients
 from lengthwise.cost.hardware import Hardware, named_hardware
@@ -56,7 +56,7 @@ def hardware_to_json(hardware: Hardware) -> str:
 
 def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
     """Return peak, efficiencies, block curve and overhead; a term of 0 gives no rate."""
-    terms, shape = found.fit.terms, found.model
+    terms, shape = found.fit.known, found.model
     rates = {}
     for name, flops, term in zip(
         ("linear_efficiency", "attention_efficiency"),
@@ -73,7 +73,7 @@ def _arithmetic(found: Measurements, base: Hardware) -> dict[str, Any]:
         for name in {"linear_efficiency", "attention_efficiency"} - set(rates):
             values[name] = getattr(base, name) * base.peak_flops_per_second / peak
     if found.fit.block_efficiency:
-        values["block_efficiency"] = found.fit.block_efficiency
+        values |= {"block_efficiency": found.fit.block_efficiency, "ring_efficiency": found.fit.ring_efficiency}
     if "fixed_seconds" in terms:
         values["layer_launch_seconds"] = terms["fixed_seconds"].value / shape.layers
     return values
@@ -89,7 +89,7 @@ def _links(found: Measurements) -> dict[str, Any]:
         "far_hop_seconds": ("hop_latency_seconds", layers),
         "copy_bytes_per_second": ("copy_bytes_per_second", 1),
     }
-    for name, term in found.fit.terms.items():
+    for name, term in found.fit.known.items():
         if name in keys:
             key, parts = keys[name]
             values[key] = term.value / parts
@@ -103,6 +103,6 @@ def _source(found: Measurements, base: Hardware, measured: tuple[str, ...]) -> s
         f"Measured by `lengthwise profile` on {found.date} with {found.model.name} in {found.precision}, "
         f"{counted(place.ranks, 'rank')} of {counted(place.threads, 'thread')} on {place.device} ({place.processor}), "
         f"{versions}: "
-        f"{', '.join(measured)}. Not measured, but taken from {base.name}: all other keys, and the peak that "
-        "efficiencies are relative to, unless it is listed above."
+        f"{', '.join(measured)}. Not measured, or with an error over {HARDLY_KNOWN:.0%}, but taken from {base.name}: "
+        "all other keys, and the peak that efficiencies are relative to, unless it is listed above."
     )

@@ -16,7 +16,8 @@ from typing import get_args
 import numpy as np
 
 from lengthwise.core.errors import ConfigError
-from lengthwise.core.measurements import Fit, Kind, Sample, Term, TermName, Tier
+from lengthwise.core.measurements import ARITHMETIC, Fit, Kind, Sample, Term, TermName, Tier
+from lengthwise.cost.blocks import Curve, speed_shares
 from lengthwise.cost.choices import Choice
 from lengthwise.cost.links import Floats, Link
 from lengthwise.cost.terms import Cost
@@ -29,7 +30,6 @@ _LINKS: tuple[Tier, ...] = ("near", "far")
 _RATES: Mapping[Tier, TermName] = {"near": "near_bytes_per_second", "far": "far_bytes_per_second"}
 _HOPS: Mapping[Tier, TermName] = {"near": "near_hop_seconds", "far": "far_hop_seconds"}
 _ENDS: Mapping[Kind, TermName] = {"embedding": "embedding_seconds", "head": "head_seconds"}
-_COMPUTE: tuple[TermName, ...] = ("quadratic_seconds", "linear_seconds", "fixed_seconds")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +53,8 @@ def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool =
     Raises:
         ConfigError: fewer than three microbatches on one rank, or seconds that do not grow with tokens.
     """
-    curve = _block_curve([sample for sample in samples if sample.kind == "block"])
-    cost = replace(base, block_efficiency=curve or base.block_efficiency)
+    curve, rings = block_curves(samples)
+    cost = with_curves(base, curve, rings)
     terms: dict[TermName, Term] = {}
     for tier in _LINKS:
         rate = _rate([sample for sample in samples if sample.kind == "transfer" and sample.tier == tier])
@@ -87,6 +87,7 @@ def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool =
         terms=terms,
         not_measured=tuple(name for name in get_args(TermName) if name not in terms),
         block_efficiency=curve,
+        ring_efficiency=rings,
         mean_error=float(np.mean(errors)),
         worst_error=float(np.max(errors)),
     )
@@ -102,6 +103,11 @@ def _bound_by_device(ran: Sequence[Sample]) -> Sequence[Sample]:
     short = [each for each, forward, backward in timed if forward <= least_forward or backward <= least_backward]
     left = [each for each in ran if each not in short and each.seconds > least_forward + least_backward]
     return left if sum(each.kind == "local" for each in left) >= _LEAST_LOCAL else ran
+
+
+def with_curves(cost: Cost, documents: Curve, rings: Curve) -> Cost:
+    """Return the costs with measured curves, if there are any; older files have none of rings, which run alike."""
+    return replace(cost, block_efficiency=documents, ring_efficiency=rings) if documents else cost
 
 
 def with_terms(cost: Cost, terms: Mapping[TermName, Term]) -> Cost:
@@ -143,7 +149,7 @@ def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cos
     """Fit microbatches, and ring steps of each tier that was run; the largest block anchors attention."""
     unit = replace(cost, quadratic_seconds=1.0)
     tiers: list[Tier] = [tier for tier in _LINKS if any(each.kind == "ring" and each.tier == tier for each in ran)]
-    names: tuple[TermName, ...] = (*_COMPUTE, *(_HOPS[tier] for tier in tiers))
+    names: tuple[TermName, ...] = (*ARITHMETIC, *(_HOPS[tier] for tier in tiers))
     columns = np.array([_columns(each, unit, tiers) for each in ran])
     seconds = np.array([each.seconds for each in ran])
     largest = sorted(blocks, key=lambda each: each.lengths)[-1:]
@@ -152,7 +158,7 @@ def _fit_microbatches(ran: Sequence[Sample], blocks: Sequence[Sample], cost: Cos
     took = np.append(seconds, [each.seconds for each in largest])
     solved = least_squares(rows, took)
     for _ in range(_TURNS if len(names) > 3 else 0):
-        terms: dict[TermName, Term] = {name: solved.term(column) for column, name in enumerate(_COMPUTE)}
+        terms: dict[TermName, Term] = {name: solved.term(column) for column, name in enumerate(ARITHMETIC)}
         terms |= {_HOPS[tier]: Term(value=0.0, relative_error=None) for tier in tiers}
         still = with_terms(cost, terms)
         priced = columns[:, :3] @ solved.values[:3]
@@ -226,17 +232,22 @@ def _rate(moved: Sequence[Sample]) -> Term | None:
     return replace(term, value=1 / term.value) if term.value > 0 else None
 
 
-def _block_curve(blocks: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
-    """Return (tokens, share of the largest block's speed), ascending, rising slower than tokens."""
-    speeds = {block.lengths[0]: block.lengths[0] ** 2 / block.seconds for block in blocks}
-    curve: list[tuple[float, float]] = []
-    for tokens in sorted(speeds, reverse=True):
-        share = speeds[tokens] / speeds[max(speeds)]
-        if curve:
-            above, above_share = curve[0]
-            share = min(above_share, max(share, above_share * tokens / above))
-        curve.insert(0, (float(tokens), share))
-    return tuple(curve)
+def block_curves(samples: Sequence[Sample]) -> tuple[Curve, Curve]:
+    """Return the curves of documents and of rings by the speed of the largest document, as `Hardware` needs them."""
+    curves: list[Curve] = []
+    largest = 0.0
+    for kind in ("block", "ring_block"):
+        speeds = {each.lengths[0]: each.lengths[0] ** 2 / each.seconds for each in samples if each.kind == kind}
+        largest = largest or speeds[max(speeds)] if speeds else 0.0
+        share, curve = 1.0, list[tuple[float, float]]()
+        for tokens in sorted(speeds, reverse=True):
+            share = min(share, speeds[tokens] / largest)
+            if curves:
+                share = min(share, float(speed_shares(curves[0], np.array(2.0 * tokens))))
+            curve.insert(0, (float(tokens), share if curve else 1.0))
+        curves.append(tuple(curve))
+    documents, rings = curves
+    return documents, rings
 
 
 def least_squares(columns: Floats, seconds: Floats, *, known: Floats | float = 0.0) -> _Solved:

@@ -11,9 +11,12 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
+
 from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.files import is_path, read_json_object, read_package_json
 from lengthwise.core.names import unknown_name
+from lengthwise.cost.blocks import Curve, speed_shares
 
 _DESCRIPTIONS = read_package_json("lengthwise.cost", "hardware.json")
 HARDWARE_NAMES = tuple(_DESCRIPTIONS)
@@ -21,9 +24,9 @@ _GPUS = ("h200", "h100", "a100")  # named descriptions; a GPU whose name contain
 _OTHER_GPUS = "h100"
 _MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
 _MOST = 1e30  # limit of numbers here, and its inverse the least: products of a few stay finite
-_NO_NUMBERS = ("name", "source", "block_efficiency", "fused_norms", "kernel", "kernels")
-_OPTIONAL = ("fused_norms", "kernel", "kernels")
-_OF_KERNEL = ("attention_efficiency", "block_efficiency")
+_NO_NUMBERS = ("name", "source", "block_efficiency", "ring_efficiency", "fused_norms", "kernel", "kernels")
+_OPTIONAL = ("ring_efficiency", "fused_norms", "kernel", "kernels")
+_OF_KERNEL = ("attention_efficiency", "block_efficiency", "ring_efficiency")
 _WHOLE = ("ranks_per_node", "compute_dtype_bytes")
 
 
@@ -33,7 +36,8 @@ class AttentionKernel:
 
     name: str
     attention_efficiency: float
-    block_efficiency: tuple[tuple[float, float], ...]
+    block_efficiency: Curve
+    ring_efficiency: Curve = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +47,10 @@ class Hardware:
     peak_flops_per_second: peak rate of dense matrix products in the compute type.
     linear_efficiency, attention_efficiency: achieved share of the peak, above 0 to 1; for attention by `kernel`,
         forward and backward together.
-    block_efficiency: (tokens, share of attention's speed) of attention blocks, the last share 1; interpolated between
-        points, below the first in proportion to the tokens.
+    block_efficiency: (tokens, share of attention's speed) of a document on one rank, or of a ring's diagonal, of so
+        many tokens; the last share 1; interpolated between points, below the first in proportion to the tokens.
+    ring_efficiency: the same of a ring's other blocks, by the tokens of a rank: of all these queries and the keys of
+        half as many, or the reverse. No faster than a document of twice the tokens (default: `block_efficiency`).
     link_bytes_per_second, hop_latency_seconds: rate of a rank's link to another node, one direction; start of one.
     node_link_bytes_per_second, node_hop_latency_seconds: the same inside a node.
     node_uplink_bytes_per_second: rate from all devices of a node together to other nodes, one direction.
@@ -74,13 +80,14 @@ class Hardware:
     node_link_bytes_per_second: float
     node_hop_latency_seconds: float
     node_uplink_bytes_per_second: float
-    block_efficiency: tuple[tuple[float, float], ...]
+    block_efficiency: Curve
     copy_bytes_per_second: float
     host_copy_bytes_per_second: float
     device_bytes: float
     host_bytes: float
     source: str
     fused_norms: bool = False
+    ring_efficiency: Curve = ()
     kernel: str = ""
     kernels: tuple[AttentionKernel, ...] = ()
 
@@ -111,9 +118,14 @@ class Hardware:
             problems.append(self._problem("source", "a text that says where the numbers come from", self.source))
         if not isinstance(self.fused_norms, bool):
             problems.append(self._problem("fused_norms", "true or false", self.fused_norms))
-        if not _is_block_curve(self.block_efficiency):
-            expected = "pairs of tokens, ascending, and a share of speed that grows slower than the tokens, to 1"
-            problems.append(self._problem("block_efficiency", expected, self.block_efficiency))
+        curves = self.block_efficiency, self.ring_efficiency or self.block_efficiency
+        for name, curve in zip(_OF_KERNEL[1:], curves, strict=True):
+            if not _is_curve(curve):
+                expected = "pairs of tokens, ascending, and a share of speed that does not fall, to 1"
+                problems.append(self._problem(name, expected, curve))
+        if not problems and not _cuts_gain_nothing(*curves):
+            expected = "no block faster than a document of twice its tokens"
+            problems.append(self._problem("ring_efficiency", expected, self.ring_efficiency))
         raise_problems(problems)
 
     def _problem(self, name: str, expected: str, got: object) -> ConfigError:
@@ -122,13 +134,19 @@ class Hardware:
         )
 
 
-def _is_block_curve(points: object) -> bool:
-    """Return whether seconds of a block and its speed both grow with its tokens, as the searches need."""
+def _is_curve(points: object) -> bool:
+    """Return whether speed grows with the tokens of a block, as the searches need: cutting adds to the arithmetic."""
     if not isinstance(points, tuple) or not points or not all(len(point) == 2 for point in points):
         return False
     if not all(isinstance(x, int | float) and math.isfinite(x) and x > 0 for point in points for x in point):
         return False
-    return points[-1][1] == 1 and all(a < b and p <= q <= p * b / a for (a, p), (b, q) in pairwise(points))
+    return points[-1][1] == 1 and all(a < b and p <= q for (a, p), (b, q) in pairwise(points))
+
+
+def _cuts_gain_nothing(documents: Curve, rings: Curve) -> bool:
+    """Return whether a ring's blocks are no faster than a document of two ranks' tokens; both are checked curves."""
+    tokens = np.array([*(at for at, _ in rings), *(at / 2 for at, _ in documents)])
+    return bool(np.all(speed_shares(rings, tokens) <= speed_shares(documents, 2 * tokens) * (1 + 1e-9)))
 
 
 def named_hardware(name: str) -> Hardware:
@@ -162,15 +180,18 @@ def hardware_from_json(raw: Mapping[str, Any], name: str) -> Hardware:
     ]
     kernels = _kernels(raw.get("kernels", {}))
     chosen = next((each for each in kernels if each.name == raw.get("kernel")), None)
+    own = [key for key in _OF_KERNEL if key in raw]  # a speed given directly belongs to no named kernel
     values = {**({} if chosen is None else {key: getattr(chosen, key) for key in _OF_KERNEL}), **raw}
+    if "block_efficiency" in own and "ring_efficiency" not in own:
+        values["ring_efficiency"] = []
     missing = [key for key in known if key not in values and key not in _OPTIONAL]
     if missing:
         remedy = "Add them; `lengthwise/cost/hardware.json` shows every key."
         problems.append(ConfigError(f"hardware {name}", expected=", ".join(missing), got="nothing", remedy=remedy))
     raise_problems(problems)
-    own = any(key in raw for key in _OF_KERNEL)  # a speed given directly belongs to no named kernel
     kernel = "" if own or chosen is None else chosen.name
-    changes = {"block_efficiency": _points(values["block_efficiency"]), "kernel": kernel, "kernels": kernels}
+    curves = {key: _points(values.get(key, [])) for key in _OF_KERNEL[1:]}
+    changes = {**curves, "kernel": kernel, "kernels": kernels}
     return Hardware(name=name, **{**values, **changes})
 
 
@@ -183,9 +204,10 @@ def _kernels(raw: object) -> tuple[AttentionKernel, ...]:
             name=name,
             attention_efficiency=each["attention_efficiency"],
             block_efficiency=_points(each["block_efficiency"]),
+            ring_efficiency=_points(each.get("ring_efficiency", [])),
         )
         for name, each in raw.items()
-        if isinstance(each, Mapping) and set(_OF_KERNEL) <= set(each)
+        if isinstance(each, Mapping) and set(_OF_KERNEL[:2]) <= set(each)
     )
 
 

@@ -16,11 +16,11 @@ from pydantic import TypeAdapter, ValidationError
 from lengthwise.config.problems import expected_value, shown
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.files import read_json
-from lengthwise.core.measurements import SCHEMA, Measurements, Term, TermName
+from lengthwise.core.measurements import ARITHMETIC, SCHEMA, Measurements, Term, TermName
 from lengthwise.core.names import did_you_mean
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.all_terms import all_terms_cost
-from lengthwise.cost.fit import with_terms
+from lengthwise.cost.fit import with_curves, with_terms
 from lengthwise.cost.hardware import HARDWARE_NAMES, named_hardware
 from lengthwise.cost.memory import DTYPE_BYTES
 from lengthwise.cost.terms import Cost
@@ -90,14 +90,14 @@ def measured_cost(measurements: Measurements, *, stages: int = 1) -> Cost:
         adapters=measurements.adapters,
         stages=stages,
     )
+    fit = measurements.fit
     base = replace(
-        base,
-        block_efficiency=measurements.fit.block_efficiency or base.block_efficiency,
+        with_curves(base, fit.block_efficiency, fit.ring_efficiency),
         version=f"measured/1 {shape.name} {place.device} {measurements.digest()[:12]}",
     )
     terms: dict[TermName, Term] = {
         name: replace(term, value=term.value / stages) if name in _OF_ALL_LAYERS else term
-        for name, term in measurements.fit.terms.items()
+        for name, term in fit.known.items()
     }
     return with_terms(base, terms)
 
@@ -201,12 +201,11 @@ def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
     terms, missing = set(found.fit.terms), set(found.fit.not_measured)
     if both := sorted(terms & missing):
         refuse("fit.not_measured", "only terms without a value", both)
-    arithmetic = {"quadratic_seconds", "linear_seconds", "fixed_seconds"}
-    if neither := sorted(arithmetic - terms):
+    if neither := sorted({*ARITHMETIC} - terms):
         refuse("fit.terms", "at least quadratic_seconds, linear_seconds and fixed_seconds", f"no {', '.join(neither)}")
     values = {name: term.value for name, term in found.fit.terms.items()}
-    if not neither and not any(values[name] for name in arithmetic):
-        refuse("fit.terms", f"at least one coefficient above 0 of {', '.join(sorted(arithmetic))}", 0.0)
+    if not neither and not any(values[name] for name in ARITHMETIC):
+        refuse("fit.terms", f"at least one coefficient above 0 of {', '.join(sorted(ARITHMETIC))}", 0.0)
     for name, value in values.items():
         if name.startswith("forward") and not value < 1:
             refuse(f"fit.terms.{name}.value", "a share below 1", value)
@@ -218,7 +217,9 @@ def _contradictions(found: Measurements, where: str) -> list[LengthwiseError]:
         refuse("hardware", f"one of {', '.join(HARDWARE_NAMES)}", found.hardware)
     elif not problems:
         try:
-            replace(named_hardware(found.hardware), block_efficiency=found.fit.block_efficiency or ((1.0, 1.0),))
+            fit = found.fit
+            curves = {"block_efficiency": fit.block_efficiency or ((1.0, 1.0),), "ring_efficiency": fit.ring_efficiency}
+            replace(named_hardware(found.hardware), **curves)
             measured_cost(found)
         except LengthwiseError as error:
             refuse("fit", "terms that give valid costs", str(error))

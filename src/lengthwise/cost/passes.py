@@ -48,13 +48,15 @@ def passes(forward: PassShares, backward: PassShares, recompute: str) -> tuple[P
 class Work(NamedTuple):
     """One rank's part of a piece in forward and backward together, in seconds; arrays have an entry per piece or rank.
 
-    attention, linear, transfers: seconds of the whole piece (rank's share x degree).
+    attention, linear, transfers: seconds of the whole piece (rank's share x degree). diagonal: attention of the first
+    ring step.
     transfers: seconds of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
     copy: seconds of copying offloaded activations, one direction; None without offload.
     latency: seconds of one ring step of one pass. positions: number of groups around the ring.
     """
 
     attention: Numbers
+    diagonal: Numbers
     linear: Numbers
     transfers: Numbers
     exchange: Numbers
@@ -78,7 +80,7 @@ def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bo
         if by_ring_step:
             keys = sweeps[0].ring * work.transfers
             gradients = (sweep.ring - sweeps[0].ring) * work.transfers if sweep is sweeps[-1] else None
-            apart = apart + _exposed_by_ring_step(work, hides, keys, gradients)
+            apart = apart + _exposed_by_ring_step(work, sweep.attention, keys, gradients)
         else:
             together = together + np.maximum(0.0, sweep.ring * work.transfers - hides)
     if not by_ring_step:
@@ -90,7 +92,7 @@ def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bo
     return together / work.degree + apart
 
 
-def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradients: Numbers | None) -> Numbers:
+def _exposed_by_ring_step(work: Work, share: float, keys: Numbers, gradients: Numbers | None) -> Numbers:
     """Sum the seconds of each ring step of a pass beyond the block beside it, as the simulator runs them.
 
     Keys hide under all blocks but the last; backward's gradients follow two ring steps later, and the last hide under
@@ -98,12 +100,16 @@ def _exposed_by_ring_step(work: Work, attention: Numbers, keys: Numbers, gradien
     """
     latency, positions = work.latency, work.positions
     sends = np.maximum(positions - 1, 1)
-    block, keys = attention / (work.degree * positions), keys / (work.degree * sends) + latency
+    diagonal = share * work.diagonal / work.degree
+    block = share * (work.attention - work.diagonal) / (work.degree * sends)
+    keys = keys / (work.degree * sends) + latency
+    first = np.maximum(0.0, keys - diagonal)
     if gradients is None:
-        return np.where(positions > 1, sends * np.maximum(0.0, keys - block), 0.0)
+        return np.where(positions > 1, first + (sends - 1) * np.maximum(0.0, keys - block), 0.0)
     gradients = gradients / (work.degree * sends)
     exposed = (
-        np.minimum(2, sends) * np.maximum(0.0, keys - block)
+        first
+        + (np.minimum(2, sends) - 1) * np.maximum(0.0, keys - block)
         + np.maximum(0, positions - 3) * np.maximum(0.0, keys + gradients - block)
         + (positions >= 3) * np.maximum(0.0, gradients + latency - block)
         + gradients

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from lengthwise.cost.checks import check_seconds
 from lengthwise.cost.links import Link
 from lengthwise.cost.passes import PassShares
-from lengthwise.cost.terms import Cost, check_seconds
+from lengthwise.cost.terms import Cost
 
 _SWIFT = 2.0**100  # bytes per second: a power of two keeps seconds exact, and gathers are free
 # Each pass has as large a part of a ring's transfers as of the attention; quarters keep sums exact.

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from math import inf
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.errors import ConfigError, PlanError
-from lengthwise.core.sizes import is_number
+from lengthwise.core.errors import PlanError
+from lengthwise.cost.blocks import Curve, seen_blocks, speed_shares
+from lengthwise.cost.checks import check_seconds, refused
 from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
 from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
@@ -26,10 +27,14 @@ _NOTHING, _NO_ENDING = Choices(), Ending()
 
 
 class _Part(NamedTuple):
-    """A rank's work times the degree: tokens, seconds of attention and linear work. sequences: number in the piece."""
+    """A rank's work times the degree: tokens, seconds of attention and linear work.
+
+    diagonal: the first ring step's part of attention. sequences: number in the piece.
+    """
 
     tokens: Numbers
     attention: Numbers
+    diagonal: Numbers
     linear: Numbers
     sequences: int = 1
 
@@ -50,7 +55,8 @@ class Cost:
     near, far: links inside a node and between nodes. ranks_per_node: neighbours on the line that share a node.
     uplink_bytes_per_second: rate from a node's ranks together to other nodes; here a ring shares it only with itself.
     crosses_node: True to price unplaced pieces as if each crossed one more border of nodes than it needs.
-    block_efficiency: curve of `Hardware`; empty if blocks of any size run at full speed.
+    block_efficiency, ring_efficiency: curves of `Hardware`; empty if blocks of any size run at full speed, and if rings
+        run as documents do.
     ring_bytes, exchange_bytes: bytes per token, all layers, both passes, that a ring passes on, and an all-to-all
         moves.
     sweep_bytes, sweep_messages: bytes of each sequence that a rank passes on per round of a sweep of states, all
@@ -86,7 +92,8 @@ class Cost:
     ranks_per_node: int = 1
     uplink_bytes_per_second: float = inf
     crosses_node: bool = False
-    block_efficiency: tuple[tuple[float, float], ...] = ()
+    block_efficiency: Curve = ()
+    ring_efficiency: Curve = ()
     ring_bytes: float = 0.0
     exchange_bytes: float = 0.0
     sweep_bytes: float = 0.0
@@ -114,16 +121,16 @@ class Cost:
         hops = self.near.hop_seconds, self.far.hop_seconds
         if not any((*hops, self.ring_bytes, *(value for name, value in coefficients.items() if name not in parts))):
             remedy = "Give linear_seconds and quadratic_seconds, at least."
-            raise _refused("coefficients", "at least one coefficient above 0", list(coefficients.values()), remedy)
+            raise refused("coefficients", "at least one coefficient above 0", list(coefficients.values()), remedy)
         shares = [share for _, share in self.windows]
         if any(window < 1 for window, _ in self.windows) or min(shares, default=0) < 0 or sum(shares) > 1 + 1e-9:
             expected = "windows of at least 1 token, and shares of the layers that sum to at most 1"
-            raise _refused("windows", expected, self.windows, "Fix the windows.")
+            raise refused("windows", expected, self.windows, "Fix the windows.")
         names = ("ranks_per_node", "copy_bytes_per_second", "uplink_bytes_per_second", "heads", "kv_heads")
         numbers = {f"{name}: bytes_per_second": getattr(self, name).bytes_per_second for name in ("near", "far")}
         for name, value in (numbers | {name: getattr(self, name) for name in names}).items():
             if not value > 0:
-                raise _refused(name, "a number above 0", value, f"Fix {name}.")
+                raise refused(name, "a number above 0", value, f"Fix {name}.")
 
     @property
     def chooses(self) -> bool:
@@ -195,13 +202,15 @@ class Cost:
             expected = f"a divisor of the {degree} ranks and of the model's {self.heads} heads"
             remedy = "Split heads over fewer ranks."
             raise PlanError("heads", expected=expected, got=str(choice.heads), remedy=remedy)
-        attention, total = float(self.attention_seconds(tokens, degree / choice.heads).sum()), float(tokens.sum())
+        attention, diagonal = map(np.sum, self._attention(tokens, degree / choice.heads))
+        total = float(tokens.sum())
         own = total
         if shares is not None:
             parts, held = parts_by_shares([int(each) for each in lengths], degree, shares)
-            attention, own = attention * degree * parts, degree * held
+            attention, diagonal, own = attention * degree * parts, diagonal * degree * parts, degree * held
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
-        part = _Part(own, attention / speed, self._linear(own, degree) / speed, len(tokens))
+        linear = self._linear(own, degree) / speed
+        part = _Part(own, attention / speed, diagonal / speed, linear, len(tokens))
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
@@ -227,37 +236,39 @@ class Cost:
         return sum(each.attention for each in passes) * attention + sum(each.linear for each in passes) * linear
 
     def attention_seconds(self, tokens: Floats, positions: Numbers) -> Floats:
-        """Return the attention of sequence i in seconds, all ranks together; smaller blocks run slower."""
-        (pairs, block), *between = self._blocks(tokens)
-        seconds = self._blocks_seconds(pairs, block / positions)
-        for pairs, block in between:
-            seconds = seconds + self._blocks_seconds(pairs, block / positions)
-        return seconds
+        """Return the attention of sequence i in seconds, all ranks together; smaller blocks run slower.
 
-    def _blocks_seconds(self, squared: Floats, tokens: Floats) -> Floats:
+        One of the `positions` ring steps computes diagonals, the others as many squared tokens in blocks below it.
+        """
+        return self._attention(tokens, positions)[0]
+
+    def _attention(self, tokens: Floats, positions: Numbers) -> tuple[Floats, Floats]:
+        """Return `attention_seconds`, and the first ring step's part of it."""
+        diagonal, below = self.ring_step_seconds(tokens, positions)
+        whole = diagonal if diagonal is below else below + (diagonal - below) / positions
+        return whole, diagonal / positions
+
+    def ring_step_seconds(self, tokens: Floats, positions: Numbers) -> tuple[Floats, Floats]:
+        """Return the seconds of sequence i if all of it ran as the first ring step does, and as the others do."""
+        (pairs, block), *between = seen_blocks(tokens, self.windows, self.trees)
+        at = block / positions
+        diagonal = below = self._blocks_seconds(pairs, at, self.block_efficiency)
+        if self.ring_efficiency and np.any(np.asarray(positions) > 1):
+            below = self._blocks_seconds(pairs, at, self.ring_efficiency)
+        for pairs, block in between:  # no diagonals: queries of one sequence, keys of another
+            seconds = self._blocks_seconds(pairs, block / positions, self.ring_efficiency or self.block_efficiency)
+            diagonal, below = diagonal + seconds, below + seconds
+        return diagonal, below
+
+    def _blocks_seconds(self, squared: Floats, tokens: Floats, curve: Curve) -> Floats:
         """Return the seconds of squared tokens in blocks of so many tokens."""
-        if not self.block_efficiency:
+        if not curve:
             return self.quadratic_seconds * squared
-        points, shares = zip(*self.block_efficiency, strict=True)
-        speed = np.interp(tokens, points, shares) * np.minimum(1.0, tokens / points[0])
-        return self.quadratic_seconds * squared / speed
+        return self.quadratic_seconds * squared / speed_shares(curve, tokens)
 
     def seen_pairs(self, tokens: Floats) -> Floats:
         """Return the squared tokens of attention, entry i of sequence i: s^2 unless a window is shorter, or a tree."""
-        return sum(pairs for pairs, _ in self._blocks(tokens))  # type: ignore[return-value] - of arrays
-
-    def _blocks(self, tokens: Floats) -> list[tuple[Floats, Floats]]:
-        """Return (squared tokens, tokens of a block) inside of sequences and, if some are trees, between theirs."""
-        seen = tokens * tokens
-        for window, share in self.windows:
-            seen = seen - share * np.maximum(0.0, tokens - window) ** 2  # s^2 - (2 s w - w^2)
-        if not self.trees:
-            return [(seen, tokens)]
-        lengths, *columns = np.array(self.trees).T
-        place = np.minimum(np.searchsorted(lengths, tokens), len(lengths) - 1)
-        is_tree, (own, own_block, shared, block) = lengths[place] == tokens, np.array(columns)[:, place]
-        inside = np.where(is_tree, own, seen), np.where(is_tree, own_block, tokens)
-        return [inside, (np.where(is_tree, shared, 0.0), block)]
+        return sum(pairs for pairs, _ in seen_blocks(tokens, self.windows, self.trees))  # type: ignore[return-value] - of arrays
 
     def hops_seconds(self, degree: int) -> float:
         """Return the part of a plain ring's seconds that depends only on its degree: latency of its ring steps."""
@@ -350,8 +361,7 @@ class Cost:
         return least_reach(degree, heads, node, crosses=self.crosses_node, shares_uplinks=shared)
 
     def _rings_seconds(self, tokens: Floats, degrees: Whole, choice: Choice) -> Floats:
-        attention = self.attention_seconds(tokens, degrees / choice.heads)
-        part = _Part(tokens, attention, self._linear(tokens, degrees))
+        part = _Part(tokens, *self._attention(tokens, degrees / choice.heads), self._linear(tokens, degrees))
         return self._seconds(part, tokens, degrees, choice, self.reach(degrees, choice.heads))
 
     def _seconds(self, part: _Part, total: Numbers, degree: Numbers, choice: Choice, reach: Reach) -> Numbers:
@@ -366,6 +376,7 @@ class Cost:
         links = np.where(reach.groups_near, near.bytes_per_second, exchanged)
         work = Work(
             attention=part.attention,
+            diagonal=part.diagonal,
             linear=part.linear,
             transfers=ring * repeated * (total * positions - total),
             exchange=self.exchange_bytes * held * (heads - 1) / heads / links,
@@ -384,14 +395,3 @@ class Cost:
     def _groups(self, degree: int) -> list[int]:
         most = min(degree, self.heads) if self.choices.splits_heads else 1
         return [group for group in range(1, most + 1) if self.heads % group == 0]
-
-
-def check_seconds(**seconds: Any) -> None:
-    """Raise ConfigError if a coefficient is negative or not finite."""
-    for name, value in seconds.items():
-        if not is_number(value) or not 0 <= value < inf:
-            raise _refused(name, "a finite number of seconds, 0 or more", value, f"Give {name} in seconds.")
-
-
-def _refused(name: str, expected: str, got: object, remedy: str) -> ConfigError:
-    return ConfigError(f"cost: {name}", expected=expected, got=repr(got), remedy=remedy)

@@ -223,7 +223,7 @@ class RankProfiler:
             found += ring_runs((tokens,), ranks, self._world.local_size, layers) if ranks > 1 else []
             if not self._fits(found) and tokens > _LEAST_TOKENS:
                 break
-            runs += [*found, ProfiledRun(kind="block", lengths=(tokens,))]
+            runs += [*found, *(ProfiledRun(kind=kind, lengths=(tokens,)) for kind in ("block", "ring_block"))]
             longest, tokens = tokens, 2 * tokens
         packs = packs_up_to(longest or SHORTEST_TOKENS)
         runs += [local_run(pack, ranks, layers) for pack in packs]
@@ -244,8 +244,8 @@ class RankProfiler:
         return self._agreed(time.perf_counter() - start < share)
 
     def _timed(self, run: ProfiledRun) -> _Timed:
-        if run.kind == "block":
-            return self._block(run.lengths[0])
+        if run.kind in ("block", "ring_block"):
+            return self._block(run.lengths[0], is_diagonal=run.kind == "block")
         if run.kind in ("embedding", "head"):
             return self._end_of_model(run)
         if run.kind == "transfer":
@@ -267,12 +267,14 @@ class RankProfiler:
 
         return time_it
 
-    def _block(self, tokens: int) -> _Timed:
-        """Time one layer's causal attention of one sequence, forward and backward, the kernel alone."""
+    def _block(self, tokens: int, *, is_diagonal: bool) -> _Timed:
+        """Time the kernel alone on one layer's block, forward and backward; both kinds see as many pairs of tokens."""
         shape, device = self._shape, self._world.device
         q = torch.randn(tokens, shape.heads, shape.head_dim, dtype=self._dtype, device=device)
-        k, v = torch.randn(2, tokens, shape.kv_heads, shape.head_dim, dtype=self._dtype, device=device)
-        block = Block(q=q, k=k, v=v, scale=shape.head_dim**-0.5, softcap=score_cap(self._model.config))
+        keys = tokens if is_diagonal else tokens // 2
+        k, v = torch.randn(2, keys, shape.kv_heads, shape.head_dim, dtype=self._dtype, device=device)
+        scale, cap = shape.head_dim**-0.5, score_cap(self._model.config)
+        block = Block(q=q, k=k, v=v, scale=scale, causal=is_diagonal, softcap=cap)
 
         def time_it() -> tuple[float, float, float]:
             start = self._watch.now()

@@ -90,7 +90,7 @@ def sample_of(run: ProfiledRun, seconds: np.ndarray, clock: Clock) -> Sample:
         assert run.plan is not None, run
         seconds = seconds[list(run.plan.microbatches[0].ranks)]
     whole, waited, forward = np.moveaxis(seconds, 2, 0)
-    if run.kind in ("local", "block", "copy", "embedding", "head"):
+    if run.kind in ("local", "block", "ring_block", "copy", "embedding", "head"):
         return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
     if clock == "wall":
         return _of(run, _usual(whole.max(axis=0), clock), whole)

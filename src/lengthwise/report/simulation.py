@@ -1,4 +1,4 @@
-"""A comparison as text: the answer in one sentence and six rows, planners in detail, and all figures as JSON."""
+"""A comparison as text: the answer in one sentence and seven rows, planners in detail, and all figures as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lengthwise.report.branches import branches_json, branches_notes
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
 from lengthwise.simulator import LAYOUTS, MODEL_ERROR, OURS, POWERS, Best, Comparison, Found, Gain, gain_over
-from lengthwise.simulator.rivals import BY_WORK
+from lengthwise.simulator.rivals import BY_WORK, PADDED_RINGS
 
 SCHEMA = "lengthwise.simulation/1"
 OUR_PLANNER = "lengthwise"
@@ -25,7 +25,7 @@ COLUMNS = (
 _NAME, _STEP, _RATIO, _MEMORY = 21, 9, 7, 7  # columns of the answer's table; settings have the rest
 _MOST = 80
 _KERNELS = {
-    "cudnn": "cuDNN (blocks from 32K) and FlashAttention-2 (packs, shorter blocks)",
+    "cudnn": "cuDNN (documents from 4K, rings from 16K a GPU) and FlashAttention-2 (shorter ones)",
     "flash2": "FlashAttention-2",
     "flash3": "FlashAttention-3",
 }
@@ -53,11 +53,19 @@ def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:
     if powers is not None:
         by_rule = _gain(powers, ours)
         also = f"; {POWERS}: {'equal' if by_rule.is_equal else f'{by_rule.ratio:.2f}x'}"
+    also = kernel_range(comparison, gain.ratio) + also
     if gain.is_equal:
         return f"{took}; {best}: equal within the model's {100 * MODEL_ERROR:.0f} %{also}."
     if gain.ratio > 1:
         return f"{took}; {best}: {gain.ratio:.2f}x as long{also}."
     return f"{took}; {best}: no gain, Lengthwise takes {1 / gain.ratio:.2f}x as long{also}."
+
+
+def kernel_range(comparison: Comparison, ratio: float) -> str:
+    """Return the least and the largest gain over attention kernels in brackets; nothing if they are about equal."""
+    ratios = [ratio, *comparison.kernels.values()]
+    least, largest = min(ratios), max(ratios)
+    return f" ({least:.2f} to {largest:.2f}x by the attention kernel)" * (largest > (1 + MODEL_ERROR) * least)
 
 
 def tokens_text(tokens: int) -> str:
@@ -105,7 +113,7 @@ def _settings(found: Found) -> dict[str, Any]:
         "capacity_tokens": found.setting.capacities[kind],
         "size": how and how.size,
         "by_length": how.by_length if how and how.size else None,
-        "degree": how.degree if how and not how.size else None,
+        "degree": how.degree if how and (how.degree > 1 or not how.size) else None,
         "sorted": how is not None and how.by_work,
         "layout": None if how else found.mesh.layout,
         "offloads": _offloads(found),
@@ -122,7 +130,8 @@ def settings_text(found: Found) -> str:
     if how is None:
         first = found.mesh.layout
     elif how.size is not None:
-        first = f"{how.size} a GPU{', by length' * how.by_length}"
+        where = f"ring of {how.degree}" if how.degree > 1 else "GPU"
+        first = f"{how.size} a {where}{', by length' * how.by_length}"
     else:
         packs = f"packs of {count(found.setting.capacities[kind])}"
         first = f"rings of {how.degree}" if how.degree > 1 else packs
@@ -136,6 +145,12 @@ def answer_notes(comparison: Comparison) -> list[str]:
     notes = [f"Simulated, not measured{f'; attention at the speed of {kernel}' * bool(kernel)}."]
     notes += branches_notes(comparison)
     fitting = [row.found for row in comparison.rivals if row.found is not None]
+    if comparison.kernels:
+        said = [f"{ratio:.2f}x with {_KERNELS.get(name, name)}" for name, ratio in comparison.kernels.items()]
+        notes.append(f"All rows have one kernel; over the best of FSDP2 the gain is {', '.join(said)}.")
+    if any(found.planner == PADDED_RINGS for found in fitting):
+        how = "what TRL and accelerate do today, one ring size for the run, whole rows, no packs"
+        notes.append(f"{PADDED_RINGS}: {how}.")
     if any(found.planner == BY_WORK for found in fitting):
         how = "batches sorted by work, so that like ones run at once; no trainer does that by itself"
         notes.append(f"{BY_WORK}: {how}.")
@@ -232,6 +247,7 @@ def simulation_json(comparison: Comparison, facts: Mapping[str, Any]) -> dict[st
     answer = {
         "sentence": answer_sentence(comparison, facts.get("lengths_in", "tokens")),
         "kernel": "" if scenario.cost else scenario.hardware.kernel,
+        "kernels": dict(comparison.kernels),
         "layouts": {
             name: row.found.step_seconds if row.found else row.refusal and row.refusal.got
             for name, row in zip(LAYOUTS, comparison.layouts, strict=False)

@@ -1,17 +1,18 @@
 """A comparison: today's usual methods, each at its own best settings, against Lengthwise.
 
-Without stages: FSDP2 with padding, with packing, and with one size of ring (`rivals`), packs in the order of a shuffled
-set or, with one's own sampler, sorted by work; and Lengthwise as it trains by default: with the layout that a run takes
-(hybrid as if all nodes ran in lock-step), microbatches as memory allows. All are planned, simulated and searched alike
-(`mesh_search`), with each sequence whole; then ours once more, if sequences share prompts. Beside them: degrees by
+Without stages: FSDP2 with padding, with packing, and with one size of ring (`rivals`), of padded rows as in TRL, or of
+packs, in the order of a shuffled set or, with one's own sampler, sorted by work; and Lengthwise as it trains by
+default: with the layout that a run takes (hybrid as if all nodes ran in lock-step), microbatches as memory allows. All
+are planned, simulated and searched alike (`mesh_search`), with each sequence whole and one attention kernel; then ours
+once more, if sequences share prompts, and the quickest rows with other kernels. Beside them: degrees by
 Megatron-Core's rule, a power of two for each sequence, on our engine (`zero1`, as it has). A comparison on 8 devices
 takes a few seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from lengthwise.core.errors import MemoryShortage, PlanError
@@ -25,6 +26,7 @@ from lengthwise.simulator.meshes import RankMesh, Scenario
 from lengthwise.simulator.rivals import PACKED, PADDED, RIVALS, lock_steps
 
 OURS, POWERS = "Lengthwise", "power-of-two degrees"
+_NEAR = 1.25  # times the quickest: another kernel may turn the order
 LAYOUTS: tuple[Shard, ...] = ("zero1", "zero3", "hybrid")  # of parameters over the ranks
 
 Batches = Sequence[Sequence[int]]
@@ -37,7 +39,8 @@ class Comparison:
     rivals: FSDP2 in each way that exists on these devices. powers: `POWERS`, or None on one device. layouts: Lengthwise
     with each layout, in the order of `LAYOUTS`. auto: layout that `shard: auto` takes, or None if none fits without
     offload. shared: Lengthwise on the mesh of `apart` with plans that may share prompts, or None if sequences share
-    none or no such plan fits. planners: planners in detail.
+    none or no such plan fits. planners: planners in detail. kernels: gain over FSDP2 with other attention kernels of
+    the hardware that are as fast, by their names, each sequence whole.
     """
 
     scenario: Scenario
@@ -48,6 +51,7 @@ class Comparison:
     powers: Best | None = None
     shared: Best | None = None
     planners: tuple[Best, ...] = ()
+    kernels: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
     def ours(self) -> Best:
@@ -86,7 +90,25 @@ def compare(batches: Batches, scenario: Scenario) -> Comparison:
     auto = auto_layout(batches, scenario, layouts)
     powers = _powers(batches, scenario) if scenario.devices > 1 else None
     found = Comparison(scenario=scenario, batches=batches, rivals=rivals, layouts=layouts, auto=auto, powers=powers)
-    return replace(found, shared=_shared(found.apart, batches, scenario))
+    return replace(found, shared=_shared(found.apart, batches, scenario), kernels=_by_kernel(found))
+
+
+def _by_kernel(found: Comparison) -> dict[str, float]:
+    """Return the gain over the rows of FSDP2 that may be quickest, at their best settings; ours keeps its mesh."""
+    scenario, ours, quickest = found.scenario, found.apart.found, found.best_other
+    hardware, gains = scenario.hardware, dict[str, float]()
+    if scenario.cost is not None or ours is None or quickest is None:
+        return {}
+    near = [row.planner for row in found.rivals if _seconds(row) <= _NEAR * _seconds(quickest)]
+    for kernel in hardware.kernels:
+        if kernel.name == hardware.kernel or kernel.attention_efficiency < hardware.attention_efficiency:
+            continue
+        other = replace(scenario, hardware=hardware.with_kernel(kernel.name))
+        seconds = min(_seconds(_rival(name, found.batches, other)) for name in near)
+        search = MeshSearch(planner="lengthwise", batches=found.batches, scenario=other)
+        if same := search.best_of([replace(ours.mesh, held=tuple(ours.held_tokens.items()))]):
+            gains[kernel.name] = seconds / same.mean_seconds
+    return gains
 
 
 def auto_layout(batches: Batches, scenario: Scenario, layouts: Sequence[Best]) -> Shard | None:

@@ -73,10 +73,10 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
         own, held = (np.add.reduceat(each, starts) for each in (cost.attention_seconds(tokens, 1), tokens))
         return _layer(own[None], held, ranks, heads, cost, np.array([len(each) for each in lengths]))
     low, high, shards = _parts(_chunks(flat, positions, None))
-    worth = cost.attention_seconds(tokens, positions) / (tokens * tokens)
+    own, worth = (each / (tokens * tokens) for each in cost.ring_step_seconds(tokens, positions))
     below = (2 * (worth * shards))[:, :, None] * low[:, None, :]
     above = (2 * (worth * high))[:, :, None] * shards[:, None, :]
-    blocks = _by_ring_step(below, above, worth * (shards * shards))
+    blocks = _by_ring_step(below, above, own * (shards * shards))
     return _layer(blocks, shards, ranks, heads, cost, 1)
 
 
@@ -121,11 +121,11 @@ def _blocks(lengths: Floats, chunks: Floats, cost: Cost) -> Floats:
     """Return seconds at [ring_step, position] of all layers."""
     low, high, shards = _parts(chunks)
     positions = low.shape[1]
-    seconds = cost.attention_seconds(lengths, positions) / (lengths * lengths)  # per squared token at this block size
-    own = seconds @ (shards * shards)
+    diagonal, others = (each / (lengths * lengths) for each in cost.ring_step_seconds(lengths, positions))
+    own = diagonal @ (shards * shards)
     if positions == 1:
         return own[None, :]
-    weighted = seconds[:, None]
+    weighted = others[:, None]  # seconds per squared token at this block size
     below = 2 * (weighted * shards).T @ low  # [j, i], i below j: all queries, the low keys
     above = 2 * (weighted * high).T @ shards  # i above j: the high queries, all keys
     return _by_ring_step(below, above, own)

@@ -21,8 +21,9 @@ from lengthwise.program.features import with_requires
 from lengthwise.program.ring_order import ring_order
 
 PADDED, PACKED, ONE_RING = "FSDP2, padded", "FSDP2, packed", "FSDP2, one ring size"
+PADDED_RINGS = "FSDP2, padded rings"  # one ring size and no packs, as TRL and accelerate have it
 BY_WORK = "FSDP2, own sampler"  # packs, or rings of packs, of like work side by side
-RIVALS = (PADDED, PACKED, ONE_RING, BY_WORK)
+RIVALS = (PADDED, PACKED, PADDED_RINGS, ONE_RING, BY_WORK)
 _SEED = 0  # of a trainer's shuffled order of packs
 _MORE_MICROBATCHES = (0, 1, 2, 4, 8)  # beyond the fewest that hold a batch
 _FILLED = 0.98  # share of a pack that whole sequences fill
@@ -107,14 +108,15 @@ def lock_steps(
     """
     longest, most_tokens = max(map(max, batches)), max(map(sum, batches))
     divisors = [d for d in range(2, ranks + 1) if ranks % d == 0]
-    degrees = {ONE_RING: divisors, BY_WORK: [1, *divisors]}.get(name, [1])
+    degrees = {PADDED_RINGS: divisors, ONE_RING: divisors, BY_WORK: [1, *divisors]}.get(name, [1])
     for degree, (kind, held) in product(degrees, capacities.items()):
         least = -(-longest // degree)
         if least > held:
             continue
-        if name == PADDED:
-            for power, by_length in product(range((held // longest).bit_length()), (False, True)):
-                yield kind, held, LockStep(size=2**power, by_length=by_length)
+        if name in (PADDED, PADDED_RINGS):
+            orders = (True,) if degree > 1 else (False, True)  # rings of like rows always wait less
+            for power, by_length in product(range((held // least).bit_length()), orders):
+                yield kind, held, LockStep(size=2**power, by_length=by_length, degree=degree)
             continue
         fewest = -(-most_tokens // int(ranks * held * _FILLED))
         rooms = {int(most_tokens / _FILLED / ((fewest + more) * ranks)) for more in _MORE_MICROBATCHES}
