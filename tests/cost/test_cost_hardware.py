@@ -66,9 +66,9 @@ def test_what_is_no_file_of_a_json_object_is_refused(tmp_path, text) -> None:
             read(str(path))
 
 
-@pytest.mark.parametrize(("kernel", "reached"), [("flash2", 325.6), ("cudnn", 568.7), ("flash3", 575.7)])
+@pytest.mark.parametrize(("kernel", "reached"), [("flash2", 325.6), ("cudnn", 522.4), ("flash3", 575.7)])
 def test_attention_kernels_reach_what_their_sources_say(kernel: str, reached: float) -> None:
-    """TFLOP/s of both passes at 16K tokens: of the figures of FlashAttention-3, and of cuDNN's runs on an H200."""
+    """TFLOP/s of forward and backward at 16K tokens, from those of both passes in the figures of FlashAttention-3."""
     hardware = named_hardware("h100").with_kernel(kernel)
     assert hardware.kernel == kernel
     assert hardware.attention_efficiency * hardware.peak_flops_per_second / 1e12 == pytest.approx(reached, rel=0.002)

@@ -285,6 +285,20 @@ def test_docs_command_line_page_gets_the_help_of_every_verb(monkeypatch) -> None
         hooks.with_help("<!-- help: fly -->")
 
 
+def test_docs_page_on_gpus_names_the_modules_that_changed_since_its_run(monkeypatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "docs" / "site")
+    hooks = importlib.import_module("hooks")
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    with pytest.raises(ValueError, match="no stamp"):
+        hooks.with_changes("# GPUs")
+    with pytest.raises(ValueError, match="git cannot compare with commit 0000000"):
+        hooks.with_changes("<!-- changed since: 0000000 -->")
+    shallow = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--is-shallow-repository"], capture_output=True)
+    if shallow.stdout.strip() != b"false":
+        pytest.skip("no whole history here")
+    assert re.search(r"^- \*\*engine\*\*: .*`step`", hooks.with_changes(page), re.MULTILINE)
+
+
 def test_docs_python_page_names_the_public_api() -> None:
     page = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
     shown = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", page, re.MULTILINE)}

@@ -130,10 +130,11 @@ def test_bytescale_empties_a_bucket_or_takes_turns() -> None:
 
 
 def test_bytescale_keeps_the_strategy_that_ends_first(monkeypatch) -> None:
+    cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100").with_kernel("flash2"))
     tokens, took, both = draw_lengths("github", 2**21, 0, longest_tokens=100_000), {}, ("dp-balance", "pp-balance")
     for tried in (both[:1], both[1:], both, both[::-1]):
         monkeypatch.setattr(bytescale, "STRATEGIES", tried)
-        took[tried] = planned("bytescale", tokens, 24, 8192, ALL_TERMS)[0].notes["predicted_seconds"]
+        took[tried] = planned("bytescale", tokens, 24, 8192, cost)[0].notes["predicted_seconds"]
     assert took[both] == took[both[::-1]] == min(took.values()) < max(took.values())
 
 

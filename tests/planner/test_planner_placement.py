@@ -59,7 +59,7 @@ def test_tiny_steps_on_ranks_of_unequal_speed_are_annealed_too():
     """Without it the step ends after 0.5274 s, with blocks of this speed."""
     tokens, speeds = (1026, 673, 8628, 1486, 2852, 5935, 1453), (0.75, 1.0, 0.75, 0.5, 1.0, 0.75)
     curve = ((512, 0.53), (1024, 0.7), (2048, 0.84), (4096, 0.93), (8192, 0.97), (16384, 1.0))
-    hardware = replace(named_hardware("h100"), attention_efficiency=0.36, block_efficiency=curve)
+    hardware = replace(named_hardware("h100").with_kernel("flash2"), attention_efficiency=0.36, block_efficiency=curve)
     cost = all_terms_cost(named_shape("llama-7b"), hardware)
     plan = plan_step(tokens, Cluster(ranks=len(speeds), capacity_tokens=8192), cost, PlanOptions(speeds=speeds))
     check_plan(plan)

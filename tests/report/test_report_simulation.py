@@ -56,6 +56,10 @@ def test_sentence_says_what_is_gained(found, other: float | None, ours: float | 
     sentence = answer_sentence(_compared(found, other, ours))
     assert said in sentence
     assert len(sentence) <= 200
+    if other and ours:
+        wide = answer_sentence(replace(_compared(found, other, ours), kernels={"flash3": 1.02}))
+        assert ("to 1.31x as long, by the attention kernel" in wide) == (other == 40.0)
+        assert len(wide) <= 200
     large = replace(SCENARIO, hardware=named_hardware("bytescale-gpu"), devices=12_288)
     large = replace(_compared(found, 35_000, 34_000), scenario=large, batches=[[1 << 20] * 384])
     assert len(answer_sentence(large)) <= 200

@@ -27,7 +27,17 @@ from lengthwise.simulator import (
     stretches,
 )
 from lengthwise.simulator.layouts import layout_seconds
-from lengthwise.simulator.rivals import BY_WORK, ONE_RING, PACKED, PADDED, LockStep, lock_steps, packed, padded
+from lengthwise.simulator.rivals import (
+    BY_WORK,
+    ONE_RING,
+    PACKED,
+    PADDED,
+    PADDED_RINGS,
+    LockStep,
+    lock_steps,
+    packed,
+    padded,
+)
 
 SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
 BATCHES = [[30_000, *[2000] * 12, 700], [20_000, *[4000] * 6]]
@@ -53,12 +63,26 @@ def rows() -> dict[str, Found]:
 
 
 def test_comparison_has_each_way_at_settings_that_fit(rows) -> None:
-    assert list(rows) == [PADDED, PACKED, ONE_RING, BY_WORK, OURS]  # with powers of two the model is whole: no room
+    # With powers of two the model is whole: no room.
+    assert list(rows) == [PADDED, PACKED, PADDED_RINGS, ONE_RING, BY_WORK, OURS]
+    rings = rows[PADDED_RINGS].first_plan
+    assert {piece.degree for each in rings.microbatches for piece in each.pieces} == {
+        rows[PADDED_RINGS].mesh.lock_step.degree
+    }
     for found in rows.values():
         assert len(found.step_seconds) == 2
         assert 0 < found.most("memory_bytes") <= H100.device_bytes
         ends = [each.end for rank in range(4) for each in stretches(found.first_plan, found.first, rank)]
         assert max(ends) <= found.step_seconds[0] * (1 + 1e-9)
+
+
+def test_the_gain_with_another_kernel_is_that_of_a_comparison_with_it() -> None:
+    """Where ours keeps its mesh: FlashAttention-3 alone is as fast as the kernels of h100."""
+    known = compare(BATCHES[:1], FEW)
+    other = compare(BATCHES[:1], replace(FEW, hardware=H100.with_kernel("flash3")))
+    ratio = other.best_other.found.mean_seconds / other.apart.found.mean_seconds
+    assert known.kernels == {"flash3": pytest.approx(ratio, rel=0.01)}
+    assert other.kernels == {}
 
 
 def test_a_rival_takes_the_best_of_all_its_settings() -> None:

@@ -53,19 +53,14 @@ def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:
     if powers is not None:
         by_rule = _gain(powers, ours)
         also = f"; {POWERS}: {'equal' if by_rule.is_equal else f'{by_rule.ratio:.2f}x'}"
-    also = kernel_range(comparison, gain.ratio) + also
+    ratios = gain.ratio, *comparison.kernels.values()
+    if max(ratios) > (1 + MODEL_ERROR) * min(ratios):
+        return f"{took}; {best}: {min(ratios):.2f} to {max(ratios):.2f}x as long, by the attention kernel{also}."
     if gain.is_equal:
         return f"{took}; {best}: equal within the model's {100 * MODEL_ERROR:.0f} %{also}."
     if gain.ratio > 1:
         return f"{took}; {best}: {gain.ratio:.2f}x as long{also}."
     return f"{took}; {best}: no gain, Lengthwise takes {1 / gain.ratio:.2f}x as long{also}."
-
-
-def kernel_range(comparison: Comparison, ratio: float) -> str:
-    """Return the least and the largest gain over attention kernels in brackets; nothing if they are about equal."""
-    ratios = [ratio, *comparison.kernels.values()]
-    least, largest = min(ratios), max(ratios)
-    return f" ({least:.2f} to {largest:.2f}x by the attention kernel)" * (largest > (1 + MODEL_ERROR) * least)
 
 
 def tokens_text(tokens: int) -> str:
