@@ -69,8 +69,8 @@ class SimulationInput:
 
 @dataclass(frozen=True, kw_only=True)
 class Simulate:
-    """Simulate how long a step takes with Lengthwise and with today's usual methods; prints one sentence and six
-    rows."""
+    """Simulate how long a step takes with Lengthwise and with today's usual methods; prints one sentence and
+    seven rows."""
 
     run_file: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="RUN.yaml", help_behavior_hint="")] = (
         None

@@ -31,6 +31,7 @@ _ROW_WORDS = (
     ),
     ("padded", "sequences of a microbatch are padded to its longest; by length: a microbatch has similar lengths."),
     ("packed", "whole sequences share a microbatch and do not attend to each other."),
+    ("padded rings", "context parallelism as in TRL: one ring size, a sequence a row, nothing is packed."),
     ("one ring size", "context parallelism: every pack is cut over a ring; all rings have the same number of GPUs."),
     ("power-of-two degrees", "Megatron-Core's rule for the GPUs of each sequence, on the engine of Lengthwise."),
     ("Lengthwise", "each sequence is cut over as many GPUs as make the step faster; short ones are packed."),
