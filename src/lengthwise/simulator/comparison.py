@@ -40,7 +40,7 @@ class Comparison:
     with each layout, in the order of `LAYOUTS`. auto: layout that `shard: auto` takes, or None if none fits without
     offload. shared: Lengthwise on the mesh of `apart` with plans that may share prompts, or None if sequences share
     none or no such plan fits. planners: planners in detail. kernels: gain over FSDP2 with other attention kernels of
-    the hardware that are as fast, by their names, each sequence whole.
+    the hardware that are as fast, by their names.
     """
 
     scenario: Scenario
@@ -90,11 +90,15 @@ def compare(batches: Batches, scenario: Scenario) -> Comparison:
     auto = auto_layout(batches, scenario, layouts)
     powers = _powers(batches, scenario) if scenario.devices > 1 else None
     found = Comparison(scenario=scenario, batches=batches, rivals=rivals, layouts=layouts, auto=auto, powers=powers)
-    return replace(found, shared=_shared(found.apart, batches, scenario), kernels=_by_kernel(found))
+    found = replace(found, shared=_shared(found.apart, batches, scenario))
+    return replace(found, kernels=_by_kernel(found))
 
 
 def _by_kernel(found: Comparison) -> dict[str, float]:
-    """Return the gain over the rows of FSDP2 that may be quickest, at their best settings; ours keeps its mesh."""
+    """Return the gain over the rows of FSDP2 that may be quickest, at their best settings.
+
+    Ours keeps its mesh, and what sharing prompts gains there.
+    """
     scenario, ours, quickest = found.scenario, found.apart.found, found.best_other
     hardware, gains = scenario.hardware, dict[str, float]()
     if scenario.cost is not None or ours is None or quickest is None:
@@ -107,7 +111,7 @@ def _by_kernel(found: Comparison) -> dict[str, float]:
         seconds = min(_seconds(_rival(name, found.batches, other)) for name in near)
         search = MeshSearch(planner="lengthwise", batches=found.batches, scenario=other)
         if same := search.best_of([replace(ours.mesh, held=tuple(ours.held_tokens.items()))]):
-            gains[kernel.name] = seconds / same.mean_seconds
+            gains[kernel.name] = seconds / same.mean_seconds * _seconds(found.apart) / _seconds(found.ours)
     return gains
 
 
