@@ -27,7 +27,8 @@ SETTINGS = ProfileSettings(seconds=0.5, longest_tokens=256, precision="fp32", cl
 def test_a_profile_of_one_process_makes_costs_that_plan_a_step(tmp_path):
     torch.set_num_threads(1)
     found = profile(find_model("tiny"), World(rank=0, world_size=1), SoloTransport(), SETTINGS)
-    assert {each.kind for each in found.samples} == {"local", "block", "embedding", "head", "end_update", "end_clear"}
+    kinds = {"local", "block", "ring_block", "embedding", "head", "end_update", "end_clear"}
+    assert {each.kind for each in found.samples} == kinds
     assert "near_bytes_per_second" in found.fit.not_measured
     path = tmp_path / "measurements.json"
     path.write_text(found.to_json())
