@@ -33,6 +33,7 @@ def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, caps
     assert "<svg" in (out / "report.html").read_text()
 
 
+@pytest.mark.exhaustive
 def test_simulate_pipelines_stage_by_stage(tmp_path, capsys) -> None:
     mesh = ("--mesh", "same", "--lengths", "github", "--context", "64K", "--pp", 4, "--planners", "lengthwise")
     for name, mode in {"piped": ("--mode", "pipeline", "--virtual", 2), "free": ("--mode", "free")}.items():

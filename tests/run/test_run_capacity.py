@@ -85,7 +85,7 @@ def test_where_all_recomputation_is_tried_more_is_told(tmp_path, monkeypatch, ca
             (20e6, {"recompute": "none", "stages": 2}),
             (20e6, {"recompute": "none", "stages": 2, "virtual": 2}),
         ],
-        *(0, 4),
+        4,
     ),
     ids=str,
 )
@@ -134,7 +134,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
 
 def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(room, "free_bytes", lambda *_: 10_000.0)
-    run(tmp_path, status=1)
+    run(tmp_path, ranks=1, status=1)
     assert "error[memory] rank 0, start: expected room for 128 tokens" in capsys.readouterr().err
 
 

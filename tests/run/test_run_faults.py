@@ -23,7 +23,7 @@ OF_SAVING = [
     ("checkpoint-rename", 0),
 ]
 LAST = 7  # step of the runs
-BY_DEFAULT = {("start", 1), ("checkpoint-rename", 0), ("model-save", 0)}
+BY_DEFAULT = {("checkpoint-rename", 0)}
 KILLED = [
     case if case in BY_DEFAULT else more(*case)
     for case in ((point, rank) for point in POINTS for rank in (0, 1) if not (rank and point in OF_RANK_0))
@@ -85,6 +85,7 @@ def test_ranks_that_always_die_are_given_up(tmp_path, monkeypatch, capfd):
             raise RuntimeError("as ever")
 
     monkeypatch.setattr(api, "train_rank", dies)
+    monkeypatch.setattr(launch, "_GRACE_SECONDS", 0.2)  # rank 0 ended well, and waits for the others
     assert call("train", run_of(tmp_path), "--ranks", 2, "--max-restarts", 3) == 1
     said = capfd.readouterr()
     assert said.err.count("\nRuntimeError: as ever\n") == 4
@@ -101,12 +102,13 @@ def test_a_disk_that_fails_costs_one_checkpoint_and_no_step(tmp_path, monkeypatc
     assert not list((tmp_path / "out").rglob("*.unfinished"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("point", "phase"),
     [
         ("microbatches", "step 4, start"),
-        more("update", "step 4, step end"),
-        more("checkpoint-copy", "step 4, checkpoint"),
+        ("update", "step 4, step end"),
+        ("checkpoint-copy", "step 4, checkpoint"),
     ],
 )
 def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch, point, phase):

@@ -75,7 +75,7 @@ def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_p
     assert count_lines(tmp_path / "b/metrics.jsonl") >= lines, "nothing of the living run is deleted"
     killed.kill()
     assert killed.finish()[0] == -signal.SIGKILL
-    assert call("train", path, "--ranks", 2, "--overwrite", "--set", "output=a", "steps=1") == 0
+    assert call("train", path, "--overwrite", "--set", "output=a", "steps=1") == 0
     living.send(signal.SIGTERM)
     assert living.finish()[0] == 0
     assert not (tmp_path / "b/run.lock").exists()
@@ -133,7 +133,7 @@ def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch):
 
     path = write_run(tmp_path, make_rows([30, 12]))
     monkeypatch.setattr(export, "save_model", killed_halfway)
-    assert Command("train", path, "--ranks", 2).finish()[0] != 0
+    assert Command("train", path).finish()[0] == -signal.SIGKILL
     assert not (tmp_path / "out/model").exists()
     assert (tmp_path / "out/model.unfinished").exists()
     monkeypatch.undo()

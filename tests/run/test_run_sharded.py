@@ -95,6 +95,7 @@ def test_what_is_not_there_one_by_one_is_read_by_rank_0(tmp_path):
     assert trained(path, "zero3", *ZERO3, ranks=3)[0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 def test_no_rank_holds_the_whole_model_at_the_start(tmp_path):
     """By the peak of a process's own memory: what it has mapped of files is the system's."""
     num_bytes = 2 * saved_model(tmp_path, "llama", vocab_size=16384, hidden_size=512, num_hidden_layers=6)  # in fp32
@@ -116,6 +117,7 @@ def own_bytes():
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.exhaustive
 def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys):
     """In bf16 once more in fp32, from weights that were rounded where they lie."""
     path, plan = run_file(tmp_path, precision="bf16"), tmp_path / "plan.json"

@@ -151,6 +151,7 @@ def test_dropout_and_balance_losses_that_a_loop_sets_are_those_of_the_start_and_
     assert found == expected
 
 
+@pytest.mark.exhaustive
 def test_compiled_layers_drop_and_recompute_alike(monkeypatch):
     monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="aot_eager"))
     found = []

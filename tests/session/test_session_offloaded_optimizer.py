@@ -59,6 +59,7 @@ def test_a_loop_with_its_optimizer_on_the_host_is_the_same_to_the_bit(ranks, mak
     assert found[0][1]["state"], "states were compared"
 
 
+@pytest.mark.exhaustive
 def test_a_loop_goes_on_from_an_offloaded_optimizer_without_and_back(tmp_path):
     def work(_rank, has_states):
         folder, loads, found = tmp_path / str(has_states), None, []
