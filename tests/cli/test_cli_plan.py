@@ -3,6 +3,7 @@
 import json
 import os
 
+import pytest
 from testing.small import write_model
 
 from cli.plan_calls import plan_without_torch, read_plan

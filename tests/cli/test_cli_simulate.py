@@ -57,6 +57,7 @@ def test_published_lengths_with_prompts_fill_batches_within_the_context() -> Non
         assert sum(batch[:-1]) < 200_000 <= sum(batch)
 
 
+@pytest.mark.exhaustive
 def test_simulate_lets_all_planners_choose_offload_heads_and_recomputation(tmp_path, capsys) -> None:
     small = [*SMALL[: SMALL.index("--capacity")], "--lengths", "github", "--context", "128K", "--mesh", "same"]
     small += ["--out", tmp_path / "out"]

@@ -26,6 +26,7 @@ from tiers import more
 SETTINGS = ProfileSettings(seconds=0.5, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")
 
 
+@pytest.mark.exhaustive
 def test_a_profile_of_one_process_makes_costs_that_plan_a_step(tmp_path):
     torch.set_num_threads(1)
     found = profile(find_model("tiny"), World(rank=0, world_size=1), SoloTransport(), SETTINGS)

@@ -147,6 +147,7 @@ def test_every_point_and_action_is_there_and_faults_are_of_torchruns_first_start
         fault("update", 0, 1)
 
 
+@pytest.mark.exhaustive
 def test_a_slow_save_holds_nobody_up_in_the_background(tmp_path, monkeypatch, undisturbed):
     path = run_of(tmp_path, checkpoint={"every_steps": 2})
     monkeypatch.setenv(VARIABLE, fault_of("checkpoint-write", 1, "sleep").replace(":4:", ":2:"))

@@ -55,6 +55,7 @@ def test_run_folder_refuses_a_file_a_run_and_an_input_and_names_them(tmp_path):
     RunFolder(tmp_path).check_free(overwrite=True, inputs=[tmp_path / "model2", tmp_path])
 
 
+@pytest.mark.exhaustive
 def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_path, monkeypatch, capfd):
     """The output, whatever is asked; there are no temporary ones."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))

@@ -31,7 +31,7 @@ REFUSED = [
     (2, {"planner": "packed-dp", "capacity_tokens": 20}, "at most 20 tokens"),
     (2, {"measurements": "nothing.json"}, "nothing there -> auto, off or an existing file"),
     (3, {"stages": 2, "capacity_tokens": 128}, "ranks: expected a multiple of the 2 stages; got 3"),
-    (8, {"stages": 4}, "stages: expected stages x virtual of at most the 3 layers; got 4 x 1"),
+    (4, {"stages": 4}, "stages: expected stages x virtual of at most the 3 layers; got 4 x 1"),
     (2, {"virtual": 2}, "virtual: 2 -> 1 beside `stages: 1`"),
     (4, FULL, "got 90 tokens; 2 replicas of 24 each (given). Use capacity_tokens: 30 or auto"),
     (3, {"shard": "hybrid", "ranks_per_node": 2}, "ranks_per_node: expected a number that divides 3 ranks; got 2"),

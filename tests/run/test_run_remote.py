@@ -43,7 +43,7 @@ def in_process(monkeypatch):
 
 @pytest.mark.parametrize("size", [more({"sequences": 4}), {"tokens": 64}])
 def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process, size):
-    paths = [run_of(tmp_path / f"{remote}", remote=remote, global_batch=size) for remote in (False, 2)]
+    paths = [run_of(tmp_path / f"{remote}", remote=remote, global_batch=size, steps=4) for remote in (False, 2)]
     for path in paths:
         lengthwise.train(path, ranks=2)
     assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")
@@ -79,6 +79,7 @@ def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process, monkeypat
         lengthwise.train(path, ranks=2)
 
 
+@pytest.mark.exhaustive
 def test_memory_is_checked_by_the_longest_row(tmp_path, in_process):
     path = run_of(tmp_path, remote=True, capacity_tokens="auto", steps=1)
     assert lengthwise.train(path, ranks=2).steps == 1

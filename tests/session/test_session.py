@@ -27,7 +27,6 @@ from lengthwise.models import keep_double
 from lengthwise.session import capacity as room
 from lengthwise.session.model import can_share_prefixes
 from run.small_runs import call, children
-from tiers import more
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -210,7 +209,8 @@ def plain_state(model, optimizer, steps):
     return {**optimizer.state_dict(), "steps": 2, "master_weights": weights}
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [more({"shard": "zero3"}, 3), ({"stages": 2, "virtual": 2}, 2)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("layout", "ranks"), [({"shard": "zero3"}, 3), ({"stages": 2, "virtual": 2}, 2)])
 def test_an_exported_state_goes_on_in_a_plain_loop_and_in_another_layout(layout, ranks, tmp_path):
     """Tied parameters lie otherwise under zero3, and in stages; the frozen one has a number, too."""
     steps, folder, file = steps_of()[:2], tmp_path / "state", tmp_path / "optimizer.pt"

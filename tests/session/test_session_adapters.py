@@ -202,6 +202,7 @@ def test_weights_of_which_ranks_have_other_dtypes_are_refused(tmp_path):
     in_ranks(work, 2, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path):
     """By name: the saved order of parameters is that of their dtypes, and of units."""
 

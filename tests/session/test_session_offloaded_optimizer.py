@@ -72,6 +72,7 @@ def test_a_loop_goes_on_from_an_offloaded_optimizer_without_and_back(tmp_path):
     assert same(*(in_ranks(partial(work, has_states=each), 2, tmp_path) for each in (True, False)))
 
 
+@pytest.mark.exhaustive
 def test_an_optimizer_that_made_steps_before_is_offloaded_with_its_states(tmp_path):
     """Its states have the dtype of whole parameters, in bf16; the model's values may change between steps, and back."""
 

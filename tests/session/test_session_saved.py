@@ -397,7 +397,8 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
     assert not list(tmp_path.glob("state*"))
 
 
-@pytest.mark.parametrize(("point", "rank"), [more("checkpoint-written", 1), ("checkpoint-rename", 0)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("point", "rank"), [("checkpoint-written", 1), ("checkpoint-rename", 0)])
 def test_a_writer_that_is_killed_leaves_the_folder_of_before(tmp_path, monkeypatch, point, rank):
     monkeypatch.setenv(VARIABLE, f"{point}:{rank}:2:kill")
 
