@@ -22,6 +22,7 @@ def run(tmp_path, output, ranks, *, rows=None, **keys):
     return tmp_path / output
 
 
+@pytest.mark.exhaustive
 def test_train_with_offload_gives_the_same_bits(tmp_path, model):
     plans, keys = [], {"recompute": "all_but_attention", "steps": 2}
     for ratio in ("off", 1.0):  # on ranks that hold so much that both plans are the same

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from testing.small import make_rows
 
 from cost.measured_samples import measurements_of, samples_of

@@ -176,7 +176,7 @@ def in_two_dtypes(tied=False):
     return model
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, {"shard": "zero1", "overlap": True}), (3, {"shard": "zero3"})])
+@pytest.mark.parametrize(("ranks", "layout"), [more(2, {"shard": "zero1", "overlap": True}), (3, {"shard": "zero3"})])
 def test_weights_in_two_dtypes_train_as_in_the_plain_loop(ranks, layout, tmp_path):
     """To the rounding of fp32, in which some weights compute; the others have fp64."""
 
