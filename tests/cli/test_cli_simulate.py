@@ -100,6 +100,7 @@ def test_simulate_takes_a_models_folder_without_torch(tmp_path, monkeypatch, cap
     assert "--model my-model: config key vocab_size: expected" in error
 
 
+@pytest.mark.exhaustive
 def test_simulate_again_takes_the_place_of_the_earlier_run(tmp_path, capsys) -> None:
     out = tmp_path / "out"
     rest = (*OWN, "--lengths", "prolong", "--context", "4K", "--out", out)

@@ -75,6 +75,7 @@ def test_it_survives_a_resume(tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.exhaustive
 def test_a_fault_while_it_is_written_leaves_the_one_before(tmp_path):
     path = run_file(tmp_path, steps=4)
     assert Command("train", path, "--ranks", 1, LENGTHWISE_FAULT="model-save:0:2:kill").finish()[0] == -9

@@ -165,6 +165,7 @@ def test_a_plan_made_elsewhere_needs_a_number(tmp_path, capsys):
     assert call("plan", "--config", path, "--ranks", 2, *arguments) == 0
 
 
+@pytest.mark.exhaustive
 def test_verify_takes_auto(tmp_path):
     path = write_run(tmp_path, make_rows([90, 60]), capacity_tokens="auto", recompute="auto", precision="fp32")
     assert call("verify", path, "--ranks", 2) == 0

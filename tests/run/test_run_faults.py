@@ -12,7 +12,7 @@ from lengthwise.core.faults import fault
 from lengthwise.run import api, launch
 from run.small_runs import Command, assert_equal_runs, call, count_lines, whole
 from run.test_run_resume import run_of
-from tiers import more, some
+from tiers import more
 
 OF_RANK_0 = frozenset(("checkpoint-manifest", "checkpoint-rename", "checkpoint-committed", "model-save"))
 OF_SAVING = [
@@ -91,7 +91,8 @@ def test_ranks_that_always_die_are_given_up(tmp_path, monkeypatch, capfd):
     assert said.err.count("\nRuntimeError: as ever\n") == 4
 
 
-@pytest.mark.parametrize(("point", "rank"), some(OF_SAVING, 1))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("point", "rank"), OF_SAVING)
 def test_a_disk_that_fails_costs_one_checkpoint_and_no_step(tmp_path, monkeypatch, capfd, undisturbed, point, rank):
     path = run_of(tmp_path)
     monkeypatch.setenv(VARIABLE, fault_of(point, rank, "error"))

@@ -189,7 +189,7 @@ def test_a_saved_model_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
     assert done[2:] == ["model.unfinished", "rename to model", config.output.name]
 
 
-@pytest.mark.parametrize(("ranks", "under_nohup"), [(2, False), (1, True)])
+@pytest.mark.parametrize(("ranks", "under_nohup"), [(2, False), more(1, True)])
 def test_a_run_whose_terminal_is_gone_saves_its_model(tmp_path, ranks, under_nohup):
     """At once; under nohup when all its steps are done."""
     path = write_run(tmp_path, make_rows([30, 12]), **{**ENDLESS, **({"steps": 20} if under_nohup else {})})

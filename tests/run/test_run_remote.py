@@ -61,6 +61,7 @@ def test_a_run_on_remote_rows_goes_on_where_it_was(tmp_path, in_process, before,
     assert_equal_runs(found, wanted.parent / "out", exactly=before == after)
 
 
+@pytest.mark.exhaustive
 def test_rows_of_a_run_that_goes_on_are_those_of_before(tmp_path, in_process):
     path = run_of(tmp_path, remote=True)
     broken_off(path, 1, after=3)

@@ -141,6 +141,7 @@ def break_bit(path: Path) -> None:
     path.write_bytes(raw)
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_file_is_named_before_anything_changes(broken, capsys):
     break_bit(broken.parent / "out/checkpoints/step-000004/rank-00001.safetensors")
     before = contents(broken.parent / "out")

@@ -86,6 +86,7 @@ def test_entries_of_a_tensor_are_read_alone(shape, data, tmp_path_factory):
     assert rows.num_bytes == 4 * (stop - first)
 
 
+@pytest.mark.exhaustive
 def test_what_is_not_there_one_by_one_is_read_by_rank_0(tmp_path):
     saved_model(tmp_path / "model", "qwen3_moe", vocab_size=64)
     source = find_model(str(tmp_path / "model"))

@@ -40,6 +40,7 @@ from run.small_runs import (
     write_rows,
     write_run,
 )
+from tiers import more
 
 LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both
 _PLACE = (1 << 40) - 1  # of a row in its epoch
@@ -209,7 +210,7 @@ def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(
     short.rmdir()  # of which nothing is left
 
 
-@pytest.mark.parametrize("begun", [b"\0\0\1\0", b""], ids=["begins an answer", "always ends"])
+@pytest.mark.parametrize("begun", [more(b"\0\0\1\0"), b""], ids=["begins an answer", "always ends"])
 def test_a_feed_that_never_answers_is_an_error(tmp_path, monkeypatch, begun):
     monkeypatch.setattr("lengthwise.run.node_feed._START_SECONDS", 0.3)
 

@@ -49,6 +49,7 @@ def test_verify_holds_weights_to_one_process(run, capsys):
     assert "PASS" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_prepared_weights_train_to_the_same_bits(run, tmp_path):
     path, _, output = run
     out = tmp_path / "prepared"

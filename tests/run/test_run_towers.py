@@ -76,6 +76,7 @@ def test_towers_are_read_from_the_files_by_name(tmp_path):
     assert all(each.is_meta for each in model.parameters())
 
 
+@pytest.mark.exhaustive
 def test_adapters_are_on_the_text_part_alone_and_open_on_the_whole(tmp_path):
     folder = write_whole(tmp_path / "model")
     keys = {"lora": {"r": 4, "target_modules": ["q_proj", "down_proj"]}, "optimizer": {"lr": 0.02}, "model": folder}

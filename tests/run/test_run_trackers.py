@@ -44,6 +44,7 @@ def tensorboard():
     return pytest.importorskip("tensorboard")
 
 
+@pytest.mark.exhaustive
 def test_trackers_tensorboard_reads_back_the_metrics_of_every_step_once_where_a_run_goes_on(tmp_path, tensorboard):
     keys = {"steps": 5, "checkpoint": {"every_steps": 2, "background": False}, "eval": EVALUATED}
     path = run_of(tmp_path, "tensorboard", **keys)

@@ -27,6 +27,7 @@ from lengthwise.models import keep_double
 from lengthwise.session import capacity as room
 from lengthwise.session.model import can_share_prefixes
 from run.small_runs import call, children
+from tiers import more
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -60,6 +61,7 @@ def test_measuring_for_evaluations_alone_leaves_the_model_as_it_was():
     assert not any(module.training for module in model.modules())
 
 
+@pytest.mark.exhaustive
 def test_a_model_as_from_pretrained_leaves_it_is_measured(monkeypatch):
     """In evaluation mode, in which no layer would be computed again; and in little memory, so that all is measured."""
     monkeypatch.setattr(room, "free_bytes", lambda *_: 30_000_000.0)
@@ -72,6 +74,7 @@ def test_a_model_as_from_pretrained_leaves_it_is_measured(monkeypatch):
     assert 128 <= capacity < 2**22
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharing", ["auto", "off"])
 def test_a_rank_alone_measures_a_shared_prefix_where_rows_may_share_one(sharing, monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda *_: 30_000_000.0)
@@ -412,7 +415,7 @@ def test_a_loss_that_becomes_a_mean_is_refused_whatever_it_is_made_of():
     assert found == torch.rand(1)
 
 
-@pytest.mark.parametrize("options", [{}, {"stages": 2}])
+@pytest.mark.parametrize("options", [more({}), {"stages": 2}])
 def test_a_compute_loss_that_is_a_mean_is_refused_on_all_ranks_when_it_becomes_one(options, tmp_path):
     """And is called for this when it is new, in which its divisor does not count."""
 

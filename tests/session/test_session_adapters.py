@@ -93,7 +93,6 @@ def adapted(config, dtype=torch.float64, *, base=small_model, **changes):
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        ({"shard": "zero1"}, ("embedding", "rows", "whole ends, tied")),
         ({"shard": "zero3"}, ("rows of both", "VBLORA")),
         more({"shard": "zero1"}, tuple(CASES)),
         more({"shard": "zero3"}, tuple(CASES)),

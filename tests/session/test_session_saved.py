@@ -107,7 +107,7 @@ CASES = [
     (ADAMW, ZERO3, ZERO1),
     more(ADAMW, ZERO3, STAGES),
     more(SGD, ZERO3, HYBRID),
-    (ADAMW, STAGES, ZERO1),
+    more(ADAMW, STAGES, ZERO1),
     more(ADAMW, ZERO3, HYBRID),
     more(ADAMW, ZERO3, ZERO3),
     more(SGD, ZERO3, ZERO1),
@@ -500,6 +500,7 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
     assert [each.name for each in tmp_path.glob("state*")] == ["state"]
 
 
+@pytest.mark.exhaustive
 def test_a_save_in_the_background_whose_session_nobody_closes_is_named(tmp_path):
     """A loop that ends without `close` leaves the checkpoint of before, and says so."""
 
