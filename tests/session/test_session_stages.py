@@ -29,14 +29,6 @@ def test_layers_are_cut_by_what_each_of_them_takes():
     assert cut == [range(3), range(3, 8)]
 
 
-@pytest.mark.exhaustive
-def test_a_session_whose_stages_measure_what_fits_gives_what_the_plain_loop_gives(tmp_path):
-    def work(_rank):
-        return both_loops(SGD, capacity="auto", model=small_model(tie_word_embeddings=True, **LAYERS), stages=2)
-
-    assert max(max(differences) for differences in in_ranks(work, 2, tmp_path)) < 1e-12
-
-
 def test_stages_of_models_that_differ_are_refused(tmp_path):
     def work(rank):
         model = small_model(**LAYERS)
