@@ -108,9 +108,7 @@ SFT = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", some(SFT, list(SFT).index("over the ranks"), list(SFT).index("images"), list(SFT).index("experts"))
-)
+@pytest.mark.parametrize("case", some(SFT, *map(list(SFT).index, ("images", "experts"))))
 def test_sft_is_trls(case, tmp_path):
     data, changes = SFT[case]
 

@@ -107,7 +107,7 @@ def test_a_session_that_does_not_fit_ends_its_planner(monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda *_: 1000.0)
     model, before = small_model(), children(os.getpid())
     with pytest.raises(MemoryShortage) as caught:
-        Session(model, SGD(model.parameters()))
+        Session(model, SGD(model.parameters()), recompute="none")
     assert caught.value.__traceback__ is not None, "which keeps the session"
     assert children(os.getpid()) == before
 

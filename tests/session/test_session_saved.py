@@ -153,7 +153,7 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
     """Also where one of the ranks has no state at all of what others have."""
     folder = tmp_path / "state"
 
-    def save(_rank):
+    def work(_rank):
         model = small_model()
         with opened(ZERO3[0], model=model) as session:
             session.backward(steps_of()[0])
@@ -162,25 +162,22 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
             session.optimizer.zero_grad()
             with LargestTensor() as seen:
                 session.save(folder)
-            own = session.engine.parameters.master_weights.nbytes
-            return whole_state(session), seen.bytes, own
-
-    def load(_rank):
+            own, wanted, saving = session.engine.parameters.master_weights.nbytes, whole_state(session), seen.bytes
         with opened(ZERO3[0], model=small_model()) as session:
             session.backward(steps_of()[1])
             session.optimizer.step()  # these states go, also where the folder has none
             session.optimizer.zero_grad()
             with LargestTensor() as seen:
                 session.load(folder)
-            return whole_state(session), seen.bytes
+            return wanted, whole_state(session), own, saving, seen.bytes
 
-    saved = in_ranks(in_double(save), 3, tmp_path)
-    loaded = in_ranks(in_double(load), 3, tmp_path)
-    assert_same(loaded[0][0], saved[0][0], 0.0)
+    found = in_ranks(in_double(work), 3, tmp_path)
+    wanted, loaded, *_ = found[0]
+    assert_same(loaded, wanted, 0.0)
     names = [name for name, each in small_model().named_parameters() if each.dim() < 2]
-    assert names.index(UNREACHED) not in saved[0][0]["state"]
-    assert [largest for _, largest, _ in saved] == [own for *_, own in saved]
-    assert [largest for _, largest in loaded] == [own for *_, own in saved]
+    assert names.index(UNREACHED) not in wanted["state"]
+    for *_, own, saving, loading in found:
+        assert saving == loading == own
 
 
 def peak_bytes(work):
