@@ -19,7 +19,7 @@ LENGTHS = (37, 1, 5, 90, 2, 16, 64, 23, 8, 1, 41, 12, 33, 95)
 def test_train_ledger_covers_every_epoch_once_whatever_the_ranks_and_planner_and_metrics_have_a_line_a_step(tmp_path):
     write_run(tmp_path, make_rows(LENGTHS))
     ledgers = []
-    for ranks, planner in ((1, "static"), (3, "lengthwise")):
+    for ranks, planner in ((2, "static"), (3, "lengthwise")):
         path = write_run(
             tmp_path, steps=None, epochs=2, global_batch={"sequences": 4}, capacity_tokens=96, planner=planner,
             output=planner, precision="fp32", eval={"data": [{"path": "train.jsonl"}], "every_steps": 9},
