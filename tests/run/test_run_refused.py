@@ -53,7 +53,7 @@ def model(tmp_path_factory):
 def test_a_setting_that_cannot_be_is_refused_with_all_others_before_the_first_step(
     tmp_path, model, capfd, ranks, keys, said
 ):
-    keys = {"steps": 7, "device": "cpu", "recompute": "layer", "capacity_tokens": 64, **keys}
+    keys = {"steps": 7, "device": "cpu", "recompute": "layer", "capacity_tokens": 96, **keys}
     path = write_run(tmp_path, make_rows([90, 5]), **{"model": str(model), **keys})
     assert call("train", path, "--ranks", ranks) == 2
     err = " ".join(capfd.readouterr().err.split())
