@@ -36,6 +36,7 @@ def test_the_page_has_what_the_command_prints() -> None:
     assert "\n".join(forecasts.lines()) in page.read_text(encoding="utf-8")
 
 
+@pytest.mark.exhaustive
 def test_every_rank_has_as_many_microbatches_of_the_default_batch():
     for ranks in (2, 3, 4):
         cluster = Cluster(ranks=ranks, capacity_tokens=2048)

@@ -3,6 +3,7 @@
 import json
 import os
 
+import pytest
 from testing.small import write_model
 
 from cli.plan_calls import plan_without_torch, read_plan
@@ -25,6 +26,7 @@ def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path):
     assert (made.ranks, made.layers) == (3, 2)
 
 
+@pytest.mark.exhaustive
 def test_plan_takes_the_layout_that_training_takes(tmp_path, monkeypatch, capsys):
     """With its costs: of a model with a tied head, in the memory that there is."""
     write_model(tmp_path / "model", vocab_size=256, tie_word_embeddings=True, num_hidden_layers=12)

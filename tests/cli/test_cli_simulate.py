@@ -33,6 +33,7 @@ def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, caps
     assert "<svg" in (out / "report.html").read_text()
 
 
+@pytest.mark.exhaustive
 def test_simulate_pipelines_stage_by_stage(tmp_path, capsys) -> None:
     mesh = ("--mesh", "same", "--lengths", "github", "--context", "64K", "--pp", 4, "--planners", "lengthwise")
     for name, mode in {"piped": ("--mode", "pipeline", "--virtual", 2), "free": ("--mode", "free")}.items():
@@ -56,6 +57,7 @@ def test_published_lengths_with_prompts_fill_batches_within_the_context() -> Non
         assert sum(batch[:-1]) < 200_000 <= sum(batch)
 
 
+@pytest.mark.exhaustive
 def test_simulate_lets_all_planners_choose_offload_heads_and_recomputation(tmp_path, capsys) -> None:
     small = [*SMALL[: SMALL.index("--capacity")], "--lengths", "github", "--context", "128K", "--mesh", "same"]
     small += ["--out", tmp_path / "out"]
@@ -98,6 +100,7 @@ def test_simulate_takes_a_models_folder_without_torch(tmp_path, monkeypatch, cap
     assert "--model my-model: config key vocab_size: expected" in error
 
 
+@pytest.mark.exhaustive
 def test_simulate_again_takes_the_place_of_the_earlier_run(tmp_path, capsys) -> None:
     out = tmp_path / "out"
     rest = (*OWN, "--lengths", "prolong", "--context", "4K", "--out", out)

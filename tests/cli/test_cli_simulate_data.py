@@ -15,6 +15,7 @@ def write_rows(path: Path, texts: list[str]) -> Path:
     return path
 
 
+@pytest.mark.exhaustive
 def test_simulate_says_that_texts_are_counted_in_bytes(tmp_path, capsys) -> None:
     """Of prepared data, too, and not of rows that are tokens."""
     rows, out = write_rows(tmp_path / "my.jsonl", ["x" * 900, "y" * 20]), tmp_path / "out"

@@ -50,7 +50,7 @@ def is_running(process: int) -> bool:
 @pytest.mark.parametrize(
     ("to_child", "sent", "status", "told"),
     [
-        (True, signal.SIGKILL, 1, "fewer devices or --planners, or --mesh same"),
+        more(True, signal.SIGKILL, 1, "fewer devices or --planners, or --mesh same"),
         (False, signal.SIGINT, 130, "interrupted"),
         more(False, signal.SIGTERM, -signal.SIGTERM, ""),
         more(False, signal.SIGKILL, -signal.SIGKILL, ""),

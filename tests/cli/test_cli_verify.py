@@ -222,7 +222,7 @@ def sum_in_bf16(self, number, parameter, inner=units.Accumulation._take):
     ("place", "name", "broken", "said"),
     [
         (partials.PartialGradients, "take", queries_off_by_a_percent, "the same plan in fp32"),
-        (units.Accumulation, "_take", sum_in_bf16, "sums of gradients"),
+        more(units.Accumulation, "_take", sum_in_bf16, "sums of gradients"),
     ],
 )
 def test_verify_in_bf16_sees_what_is_smaller_than_rounding(run_file, capfd, monkeypatch, place, name, broken, said):

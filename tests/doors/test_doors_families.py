@@ -228,7 +228,8 @@ def test_the_first_loss_is_that_of_plain_hugging_face_and_what_is_saved_has_lear
     assert bool(towers) == bool(FAMILIES[name][0])
 
 
-@pytest.mark.parametrize("name", [name if name == "gemma4" else more(name) for name in FAMILIES])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", FAMILIES)
 def test_the_tools_take_it(name, folder_of, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     folder = folder_of(name)

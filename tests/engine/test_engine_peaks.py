@@ -56,6 +56,7 @@ def test_the_peak_of_a_hybrid_is_predicted(cell):
     assert predicted_at_start(cell) / measured_peak(cell) == pytest.approx(1, abs=0.05)
 
 
+@pytest.mark.exhaustive
 def test_the_peak_with_a_prefix_computed_once_is_predicted():
     """On one rank of a kernel that takes packs, where whole rows need no sums and hold less."""
     cell = replace(FEW, family="llama, wide", precision="bf16", recompute="layer", logits_at_once=1 << 16)

@@ -35,7 +35,7 @@ from lengthwise.integrations.arguments import PLANNED
 from lengthwise.integrations.rollouts import joined
 from lengthwise.integrations.token_losses import TokenSum
 from lengthwise.integrations.transformers import PlannedTrainerMixin
-from tiers import more
+from tiers import some
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated"),  # TRL and peft read it
@@ -53,6 +53,7 @@ BALANCED = {"router_aux_loss_coef": 0.5, **ONE_BATCH}
 CASES = {
     "dapo, off-policy, KL, sampled elsewhere, over the ranks": {**TOKENS, **OFF, "beta": 0.1, "delta": 1.5},
     "bnpo, tools, evaluated": {"loss_type": "bnpo", "tools": True, **EVALUATED},  # others' losses of groups are 0
+    "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
     "sequences, off-policy, quantile, bonus, adapters": {
         **OFF,
         "loss_type": "grpo",
@@ -64,7 +65,6 @@ CASES = {
         "beta": 0.1,
     },
     "in this process, asleep, over the ranks": {**COLOCATED, "vllm_enable_sleep_mode": True, **OFF},
-    "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
     "experts, evaluated": {"family": "mixtral", "loss_type": "grpo", **BALANCED, **EVALUATED},
     "images, KL, over the ranks": {"beta": 0.1, "images": True, **OFF},
     "rloo, images": {"rloo": True, "images": True},
@@ -113,9 +113,10 @@ def asked():
     return every.select([number for number, each in enumerate(every["images"]) if each])
 
 
-@pytest.mark.parametrize(
-    ("case", "ranks"), [(case, 2) if place < 5 else more(case, 3) for place, case in enumerate(CASES)]
-)
+CELLS = [(case, 2 if place < 5 else 3) for place, case in enumerate(CASES)]
+
+
+@pytest.mark.parametrize(("case", "ranks"), some(CELLS, 0, 1, 2))
 def test_grpo_is_trls(case, ranks, tmp_path, saved):
     config = dict(CASES[case])
     how = {"rollout_func": with_tools} if config.pop("tools", False) else {}

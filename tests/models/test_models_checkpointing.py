@@ -174,6 +174,7 @@ def test_a_model_that_writes_over_its_attention_is_found():
         step_of_one(model, kind="all_but_attention")
 
 
+@pytest.mark.exhaustive
 @costliest
 @given(choose=st.randoms(use_true_random=False), ranks=st.sampled_from([2, 3, 4, 5, 6, 8]))
 def test_any_plan_with_split_heads_equals_plain_hugging_face_and_keeps_its_bits_when_recomputed(choose, ranks):

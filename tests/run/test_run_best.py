@@ -11,6 +11,7 @@ from testing.small import make_rows, plain_loss, plain_model, relative
 import lengthwise
 from lengthwise.run.evaluation import BestModel, read_best
 from run.small_runs import Command, broken_off, call, read_lines, train, whole, write_rows, write_run
+from tiers import more
 
 OTHERS = make_rows([7, 50, 33, 18], seed=8)  # trained on at a rate so large that the second evaluation is the best
 KEYS = {
@@ -49,7 +50,7 @@ def check_best(output):
     return step
 
 
-@pytest.mark.parametrize("keys", [{}, {"shard": "zero3"}], ids=str)
+@pytest.mark.parametrize("keys", [{}, more({"shard": "zero3"})], ids=str)
 def test_the_best_model_is_kept_beside_the_last(tmp_path, capsys, keys):
     output = train(run_file(tmp_path, **keys), "--ranks", 2)
     step = check_best(output)
@@ -74,6 +75,7 @@ def test_it_survives_a_resume(tmp_path):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.exhaustive
 def test_a_fault_while_it_is_written_leaves_the_one_before(tmp_path):
     path = run_file(tmp_path, steps=4)
     assert Command("train", path, "--ranks", 1, LENGTHWISE_FAULT="model-save:0:2:kill").finish()[0] == -9

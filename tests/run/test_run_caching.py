@@ -165,6 +165,7 @@ def test_a_changed_source_or_limit_is_another_entry_and_a_weight_is_none(tmp_pat
     assert max(content(load(limited))["lengths"]) == 97
 
 
+@pytest.mark.exhaustive
 def test_bad_rows_that_are_left_out_are_those_of_this_model(tmp_path):
     rows = [{"input_ids": [1, 2]}, {"input_ids": [1, 200]}, {"input_ids": [300]}]
     source = rows_file(tmp_path, rows, bad_rows="skip")

@@ -85,7 +85,7 @@ def test_where_all_recomputation_is_tried_more_is_told(tmp_path, monkeypatch, ca
             (20e6, {"recompute": "none", "stages": 2}),
             (20e6, {"recompute": "none", "stages": 2, "virtual": 2}),
         ],
-        *(0, 4),
+        4,
     ),
     ids=str,
 )
@@ -134,7 +134,7 @@ def test_a_step_holds_what_the_start_said(tmp_path, monkeypatch, free_bytes, key
 
 def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(room, "free_bytes", lambda *_: 10_000.0)
-    run(tmp_path, status=1)
+    run(tmp_path, ranks=1, status=1)
     assert "error[memory] rank 0, start: expected room for 128 tokens" in capsys.readouterr().err
 
 
@@ -165,6 +165,7 @@ def test_a_plan_made_elsewhere_needs_a_number(tmp_path, capsys):
     assert call("plan", "--config", path, "--ranks", 2, *arguments) == 0
 
 
+@pytest.mark.exhaustive
 def test_verify_takes_auto(tmp_path):
     path = write_run(tmp_path, make_rows([90, 60]), capacity_tokens="auto", recompute="auto", precision="fp32")
     assert call("verify", path, "--ranks", 2) == 0

@@ -55,6 +55,7 @@ def test_run_folder_refuses_a_file_a_run_and_an_input_and_names_them(tmp_path):
     RunFolder(tmp_path).check_free(overwrite=True, inputs=[tmp_path / "model2", tmp_path])
 
 
+@pytest.mark.exhaustive
 def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_path, monkeypatch, capfd):
     """The output, whatever is asked; there are no temporary ones."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -75,7 +76,7 @@ def test_a_living_run_keeps_its_folders_and_those_of_a_killed_one_are_free(tmp_p
     assert count_lines(tmp_path / "b/metrics.jsonl") >= lines, "nothing of the living run is deleted"
     killed.kill()
     assert killed.finish()[0] == -signal.SIGKILL
-    assert call("train", path, "--ranks", 2, "--overwrite", "--set", "output=a", "steps=1") == 0
+    assert call("train", path, "--overwrite", "--set", "output=a", "steps=1") == 0
     living.send(signal.SIGTERM)
     assert living.finish()[0] == 0
     assert not (tmp_path / "b/run.lock").exists()
@@ -133,7 +134,7 @@ def test_a_run_killed_while_it_saves_leaves_no_model(tmp_path, monkeypatch):
 
     path = write_run(tmp_path, make_rows([30, 12]))
     monkeypatch.setattr(export, "save_model", killed_halfway)
-    assert Command("train", path, "--ranks", 2).finish()[0] != 0
+    assert Command("train", path).finish()[0] == -signal.SIGKILL
     assert not (tmp_path / "out/model").exists()
     assert (tmp_path / "out/model.unfinished").exists()
     monkeypatch.undo()
@@ -188,7 +189,7 @@ def test_a_saved_model_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypat
     assert done[2:] == ["model.unfinished", "rename to model", config.output.name]
 
 
-@pytest.mark.parametrize(("ranks", "under_nohup"), [(2, False), (1, True)])
+@pytest.mark.parametrize(("ranks", "under_nohup"), [(2, False), more(1, True)])
 def test_a_run_whose_terminal_is_gone_saves_its_model(tmp_path, ranks, under_nohup):
     """At once; under nohup when all its steps are done."""
     path = write_run(tmp_path, make_rows([30, 12]), **{**ENDLESS, **({"steps": 20} if under_nohup else {})})

@@ -80,6 +80,7 @@ def test_a_step_that_is_not_finite_is_left_out(tmp_path, monkeypatch, capfd):
     assert "2 steps made no update" in said
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_left_steps_out_goes_on_to_the_same_bits(tmp_path, monkeypatch):
     """AdamW counts updates, not steps: a checkpoint knows both."""
     path = run_of(tmp_path)

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from testing.small import make_rows
 
 from cost.measured_samples import measurements_of, samples_of
@@ -17,6 +18,7 @@ from run.small_runs import METRIC_KEYS, call, read_lines, train, write_run
 LENGTHS = [200, 30, 7, 90, 150, 12, 64, 41]
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_measures_first_predicts_its_steps(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(setup, "MEASURING_SECONDS", 0.5)
     run = write_run(tmp_path, make_rows(LENGTHS), steps=2, capacity_tokens=128, measurements="auto")

@@ -201,6 +201,7 @@ def test_train_writes_router_loss_beside_loss_and_evaluation_has_none(run_file):
     assert "router_loss" not in row
 
 
+@pytest.mark.exhaustive
 def test_verify_tells_the_router_loss_and_fails_where_it_is_wrong(run_file, capsys, monkeypatch):
     path, _ = run_file
     assert call("verify", path, "--ranks", 2) == 0

@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import replace
 
+import pytest
 from testing import run_ranks
 from testing.small import make_rows, write_model
 
@@ -59,6 +60,7 @@ def write_measurements(folder, *, ranks, head_seconds):
     (folder / "measurements.json").write_text(found.to_json())
 
 
+@pytest.mark.exhaustive
 def test_layers_are_cut_by_what_was_measured_and_a_run_goes_on_at_another_cut(tmp_path, capfd):
     path = run_file(tmp_path, layers=4, tied=True, checkpoint={"every_steps": 2, "background": False})
     write_measurements(tmp_path, ranks=4, head_seconds=1.0)

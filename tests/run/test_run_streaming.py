@@ -31,6 +31,7 @@ from run.small_runs import (
     Command,
     broken_off,
     call,
+    count_lines,
     losses,
     model_of,
     read_lines,
@@ -90,7 +91,8 @@ def at_the_start(tmp_path, size):
     return whole(run_of(tmp_path / "start", streaming=False, global_batch=size, steps=12), 2)
 
 
-@pytest.mark.parametrize("size", [{"sequences": 4}, more({"tokens": 64})])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("size", [{"sequences": 4}, {"tokens": 64}])
 def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_the_start(
     tmp_path, named, size, at_the_start
 ):
@@ -127,7 +129,8 @@ class SignalsFeeds(Callback):
             file.write(line + "\n")
 
 
-@pytest.mark.parametrize(("before", "after", "block"), [(2, 3, 9), more(2, 2, 4), more(3, 2, 4)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("before", "after", "block"), [(2, 3, 9), (2, 2, 4), (3, 2, 4)])
 def test_a_run_whose_feed_is_killed_goes_on_and_also_one_that_is_killed(
     tmp_path, named, monkeypatch, at_the_start, before, after, block
 ):
@@ -169,6 +172,7 @@ socket.socket.listen, socket.socket.accept = map(slowly, (socket.socket.listen, 
 """
 
 
+@pytest.mark.exhaustive
 def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(tmp_path, named, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(_SLOW_SOCKETS)
     monkeypatch.syspath_prepend(tmp_path)
@@ -206,7 +210,7 @@ def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(
     short.rmdir()  # of which nothing is left
 
 
-@pytest.mark.parametrize("begun", [b"\0\0\1\0", b""], ids=["begins an answer", "always ends"])
+@pytest.mark.parametrize("begun", [more(b"\0\0\1\0"), b""], ids=["begins an answer", "always ends"])
 def test_a_feed_that_never_answers_is_an_error(tmp_path, monkeypatch, begun):
     monkeypatch.setattr("lengthwise.run.node_feed._START_SECONDS", 0.3)
 
@@ -261,11 +265,15 @@ def test_ranks_of_a_node_meet_where_a_socket_may_be(monkeypatch):
         assert f"{socket_path('x')}" == found
 
 
-def test_a_feed_ends_with_a_run_that_is_killed(tmp_path, named):
-    command = Command("train", run_of(tmp_path, streaming=True, steps=100_000), "--ranks", 2)
-    command.wait_for(lambda: feeders() and (tmp_path / "out/metrics.jsonl").exists())
+def test_a_run_trains_on_a_stream_as_on_its_rows_read_at_the_start_and_its_feed_ends_when_it_is_killed(tmp_path, named):
+    keys = {"global_batch": {"sequences": 4}}
+    wanted = whole(run_of(tmp_path / "start", steps=3, **keys), 2)
+    command = Command("train", run_of(tmp_path, streaming=9, steps=100_000, **keys), "--ranks", 2)
+    command.wait_for(lambda: feeders() and count_lines(tmp_path / "out/ledger.jsonl") > 3)
     command.send(signal.SIGKILL)
     command.finish()  # of which nothing is left
+    assert rows_of_steps(tmp_path / "out")[:3] == rows_of_steps(wanted)
+    assert losses(tmp_path / "out")[:3] == losses(wanted)
 
 
 def test_a_session_takes_a_stream_of_rows():

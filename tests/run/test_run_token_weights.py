@@ -43,11 +43,13 @@ def test_losses_are_the_weighed_mean_on_any_ranks_in_chunks_and_whole(run, tmp_p
     assert relative(held, plain_loss(model, rows[:3], torch.float64)) < 1e-5
 
 
+@pytest.mark.exhaustive
 def test_verify_holds_weights_to_one_process(run, capsys):
     assert call("verify", run[0], "--ranks", 2) == 0
     assert "PASS" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_prepared_weights_train_to_the_same_bits(run, tmp_path):
     path, _, output = run
     out = tmp_path / "prepared"

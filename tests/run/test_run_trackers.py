@@ -44,10 +44,11 @@ def tensorboard():
     return pytest.importorskip("tensorboard")
 
 
+@pytest.mark.exhaustive
 def test_trackers_tensorboard_reads_back_the_metrics_of_every_step_once_where_a_run_goes_on(tmp_path, tensorboard):
     keys = {"steps": 5, "checkpoint": {"every_steps": 2, "background": False}, "eval": EVALUATED}
     path = run_of(tmp_path, "tensorboard", **keys)
-    broken_off(path, 2, after=3)
+    broken_off(path, 1, after=3)
     lengthwise.train(path, ranks=2, resume=True)
     found, rows = scalars_of(tmp_path / "out/tensorboard"), read_lines(tmp_path / "out/metrics.jsonl")
     for name in ("loss", "grad_norm", "learning_rate", "imbalance_ratio", "peak_memory_bytes"):

@@ -17,6 +17,7 @@ def lively_rows(count=60):
     return make_rows([choose.choice((1, 2, 3, 5, 7, 11, 16, 17, 24, 31, 47)) for _ in range(count)], seed=9)
 
 
+@pytest.mark.exhaustive
 def test_train_twice_gives_the_same_bits_with_each_message_checked_and_without(tmp_path, request, capfd):
     bits = []
     for asked in ("0", "1"):

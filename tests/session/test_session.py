@@ -27,6 +27,7 @@ from lengthwise.models import keep_double
 from lengthwise.session import capacity as room
 from lengthwise.session.model import can_share_prefixes
 from run.small_runs import call, children
+from tiers import more
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
@@ -60,6 +61,7 @@ def test_measuring_for_evaluations_alone_leaves_the_model_as_it_was():
     assert not any(module.training for module in model.modules())
 
 
+@pytest.mark.exhaustive
 def test_a_model_as_from_pretrained_leaves_it_is_measured(monkeypatch):
     """In evaluation mode, in which no layer would be computed again; and in little memory, so that all is measured."""
     monkeypatch.setattr(room, "free_bytes", lambda *_: 30_000_000.0)
@@ -72,6 +74,7 @@ def test_a_model_as_from_pretrained_leaves_it_is_measured(monkeypatch):
     assert 128 <= capacity < 2**22
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharing", ["auto", "off"])
 def test_a_rank_alone_measures_a_shared_prefix_where_rows_may_share_one(sharing, monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda *_: 30_000_000.0)
@@ -81,6 +84,7 @@ def test_a_rank_alone_measures_a_shared_prefix_where_rows_may_share_one(sharing,
     assert measured == ({False, True} if sharing == "auto" else {False})
 
 
+@pytest.mark.exhaustive
 def test_measuring_counts_weights_that_are_cast_and_leaves_room_for_what_the_optimizer_will_take(monkeypatch):
     """Cast weights count in each of the passes whose difference gives the bytes a token."""
 
@@ -103,7 +107,7 @@ def test_a_session_that_does_not_fit_ends_its_planner(monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda *_: 1000.0)
     model, before = small_model(), children(os.getpid())
     with pytest.raises(MemoryShortage) as caught:
-        Session(model, SGD(model.parameters()))
+        Session(model, SGD(model.parameters()), recompute="none")
     assert caught.value.__traceback__ is not None, "which keeps the session"
     assert children(os.getpid()) == before
 
@@ -208,6 +212,7 @@ def plain_state(model, optimizer, steps):
     return {**optimizer.state_dict(), "steps": 2, "master_weights": weights}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("layout", "ranks"), [({"shard": "zero3"}, 3), ({"stages": 2, "virtual": 2}, 2)])
 def test_an_exported_state_goes_on_in_a_plain_loop_and_in_another_layout(layout, ranks, tmp_path):
     """Tied parameters lie otherwise under zero3, and in stages; the frozen one has a number, too."""
@@ -410,7 +415,7 @@ def test_a_loss_that_becomes_a_mean_is_refused_whatever_it_is_made_of():
     assert found == torch.rand(1)
 
 
-@pytest.mark.parametrize("options", [{}, {"stages": 2}])
+@pytest.mark.parametrize("options", [more({}), {"stages": 2}])
 def test_a_compute_loss_that_is_a_mean_is_refused_on_all_ranks_when_it_becomes_one(options, tmp_path):
     """And is called for this when it is new, in which its divisor does not count."""
 

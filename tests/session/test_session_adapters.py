@@ -93,7 +93,6 @@ def adapted(config, dtype=torch.float64, *, base=small_model, **changes):
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        ({"shard": "zero1"}, ("embedding", "rows", "whole ends, tied")),
         ({"shard": "zero3"}, ("rows of both", "VBLORA")),
         more({"shard": "zero1"}, tuple(CASES)),
         more({"shard": "zero3"}, tuple(CASES)),
@@ -176,7 +175,7 @@ def in_two_dtypes(tied=False):
     return model
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, {"shard": "zero1", "overlap": True}), (3, {"shard": "zero3"})])
+@pytest.mark.parametrize(("ranks", "layout"), [more(2, {"shard": "zero1", "overlap": True}), (3, {"shard": "zero3"})])
 def test_weights_in_two_dtypes_train_as_in_the_plain_loop(ranks, layout, tmp_path):
     """To the rounding of fp32, in which some weights compute; the others have fp64."""
 
@@ -189,8 +188,8 @@ def test_weights_in_two_dtypes_train_as_in_the_plain_loop(ranks, layout, tmp_pat
         assert max(map(max, found)) < 1e-6, found
 
 
-def test_weights_of_which_ranks_have_other_dtypes_are_refused(tmp_path):
-    """They lie in the order of their dtypes, so a rank would take another parameter's values."""
+def test_weights_of_which_ranks_have_other_dtypes_are_refused_and_single_rows_under_stages(tmp_path):
+    """Weights lie in the order of their dtypes, so a rank would take another parameter's values."""
 
     def work(rank):
         model = small_model(torch.float32)
@@ -198,10 +197,15 @@ def test_weights_of_which_ranks_have_other_dtypes_are_refused(tmp_path):
         norms[rank].to(torch.bfloat16)
         with pytest.raises(LengthwiseError, match="the same dtypes of trainable parameters on all ranks"):
             Session(model, SGD(model.parameters()), capacity_tokens=64)
+        model = adapted(OF_LORA["rows"][0])
+        optimizer = SGD([each for each in model.parameters() if each.requires_grad])
+        with pytest.raises(ModelRefused, match="trainable_token_indices"):
+            Session(model, optimizer, capacity_tokens=64, stages=2)
 
     in_ranks(work, 2, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path):
     """By name: the saved order of parameters is that of their dtypes, and of units."""
 
@@ -228,16 +232,6 @@ def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path)
 
     start = in_two_dtypes()
     assert max(in_ranks(work, 2, tmp_path)) < 1e-6
-
-
-def test_single_rows_that_train_are_refused_under_stages(tmp_path):
-    def work(_rank):
-        model = adapted(OF_LORA["rows"][0])
-        optimizer = SGD([each for each in model.parameters() if each.requires_grad])
-        with pytest.raises(ModelRefused, match="trainable_token_indices"):
-            Session(model, optimizer, capacity_tokens=64, stages=2)
-
-    in_ranks(work, 2, tmp_path)
 
 
 def test_a_session_that_evaluates_measures_what_fits_under_adapters_of_the_embedding():

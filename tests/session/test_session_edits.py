@@ -165,8 +165,12 @@ def test_what_slices_cannot_have_is_refused_in_words(tmp_path):
     in_ranks(work, 2, tmp_path)
 
 
-def test_parameters_that_a_loop_kept_are_refused_where_the_model_has_others(tmp_path):
+def test_parameters_that_a_loop_kept_and_hooks_are_refused_where_the_model_has_others(tmp_path):
     def work(_rank):
+        model = small_model()
+        model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
+        with pytest.raises(LengthwiseError, match=r"lm_head\.weight: expected no gradient hook"):
+            Planned(model, {"shard": "zero3"})
         model = small_model()
         kept = list(model.parameters())
         loop = Planned(model, {"shard": "zero3"})
@@ -178,16 +182,6 @@ def test_parameters_that_a_loop_kept_are_refused_where_the_model_has_others(tmp_
         loop.session.close()
 
     in_ranks(in_double(work), 2, tmp_path)
-
-
-def test_hooks_of_parameters_that_the_model_would_lose_are_refused(tmp_path):
-    def work(_rank):
-        model = small_model()
-        model.lm_head.weight.register_hook(lambda gradient: gradient * 0.5)
-        with pytest.raises(LengthwiseError, match=r"lm_head\.weight: expected no gradient hook"):
-            Planned(model, {"shard": "zero3"})
-
-    in_ranks(work, 2, tmp_path)
 
 
 def test_slices_and_the_model_have_what_a_loop_wrote_into_either(tmp_path):

@@ -82,7 +82,7 @@ def checkpoint_layers(model):
     model.activation_checkpointing_enable()
 
 
-@pytest.mark.parametrize("changes", [compile_model, compile_layers, checkpoint_layers])
+@pytest.mark.parametrize("changes", [compile_model, more(compile_layers), more(checkpoint_layers)])
 def test_what_a_loop_compiles_or_checkpoints_itself_stays_out_of_planned_steps(changes, tmp_path, capfd):
     """Before the session, or between its steps; the model keeps it for the loop's own calls."""
 
@@ -151,6 +151,7 @@ def test_dropout_and_balance_losses_that_a_loop_sets_are_those_of_the_start_and_
     assert found == expected
 
 
+@pytest.mark.exhaustive
 def test_compiled_layers_drop_and_recompute_alike(monkeypatch):
     monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="aot_eager"))
     found = []

@@ -63,22 +63,29 @@ def program(operations, ranks=2, layout="zero1", model="tied", optimizer="adamw"
     return Program(ranks=ranks, layout=layout, model=model, optimizer=optimizer, operations=tuple(operations))
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("zero1", 2), *(more(*each) for each in LAYOUTS.items())])
-def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, ranks):
-    found = verdicts([program([*each, STEP], ranks, layout) for each in WRITTEN.values()])
-    assert {name: each for name, each in zip(WRITTEN, found, strict=True) if each.kind != "same"} == {}
+BY_DEFAULT = "clips what it scaled", "sets gradients before backwards", "clamps weights between steps"
 
 
-def test_what_one_rank_does_alone_is_named_before_the_next_step():
-    kinds = (*ALONE, "mode", "normalizer", "loss", "own gradient")
+@pytest.mark.parametrize(
+    ("layout", "ranks", "names"),
+    [("zero1", 2, BY_DEFAULT), *(more(*each, tuple(WRITTEN)) for each in (("zero1", 2), *LAYOUTS.items()))],
+)
+def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, ranks, names):
+    found = verdicts([program([*WRITTEN[each], STEP], ranks, layout) for each in names])
+    assert {name: each for name, each in zip(names, found, strict=True) if each.kind != "same"} == {}
+
+
+@pytest.mark.parametrize("kinds", [("lr", "loss"), more((*ALONE, "mode", "normalizer", "loss", "own gradient"))])
+def test_what_one_rank_does_alone_is_named_before_the_next_step(kinds):
     after = [FIRST, CLIP, STEP, FIRST, STEP]
     found = verdicts([program([FIRST, op("alone", rank=1, what=what), *after]) for what in kinds])
     assert {what: each for what, each in zip(kinds, found, strict=True) if each.kind != "refused"} == {}
 
 
-@pytest.mark.parametrize(("ranks", "taken"), [(3, slice(1, 3)), *(more(ranks, slice(None)) for ranks in (1, 2, 3))])
-def test_random_programs_are_the_plain_loop_or_refused(ranks, taken):
-    programs = [each for each in PROGRAMS if each.ranks == ranks][taken]
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_random_programs_are_the_plain_loop_or_refused(ranks):
+    programs = [each for each in PROGRAMS if each.ranks == ranks]
     found = verdicts(programs)
     for program, verdict in zip(programs, found, strict=True):
         assert verdict.kind != "failed", f"{verdict.why}\n{program}\n{program.to_json()}"

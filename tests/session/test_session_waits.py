@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lengthwise import Session
 from lengthwise.session import open as session_open
+from tiers import more
 
 LENGTHS = (300, 40, 200, 7)
 FORWARD = ["copy to the host: step.run_part", "event: clock._seconds_between"]
@@ -61,9 +62,9 @@ check_settings = session_open.check_settings
     ("loss", "options"),
     [
         ("next token", {"recompute": "layer"}),
-        ("next token", {"precision": "bf16", "adapters": True}),
+        more("next token", {"precision": "bf16", "adapters": True}),
         ("own loss", {}),
-        ("a Trainer's loss", {}),
+        more("a Trainer's loss", {}),
         ("by sequence", {"offload_optimizer": True}),
     ],
 )

@@ -59,6 +59,7 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
     assert all("lie over the ranks" in each for each in said)
 
 
+@pytest.mark.exhaustive
 def test_a_layout_is_taken_by_what_the_poorest_rank_has(tmp_path, monkeypatch, capfd):
     """In parameters' bytes, with 128 tokens: zero1 needs 9.6 on each of 2 ranks, zero3 8.0; 1 is there."""
     model = small_model(torch.float32, hidden_size=64, num_hidden_layers=8)
