@@ -168,7 +168,9 @@ def test_what_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch):
 
     def run(command, log, limit):
         there = log.parent
-        log.write_text("transfers: NCCL\nexercised: rings of 2 ranks\ntolerance: PASS\nsome error\n")
+        log.write_text(
+            "transfers: NCCL\nfused layers: off; because it is\nexercised: rings of 2 ranks\ntolerance: PASS\nsome error\n"
+        )
         if "torch.distributed.run" in command:
             assert limit == many.COMMAND_LIMIT_SECONDS
             (there / "losses.jsonl").write_text('{"loss": 2.0}\n' * many.STEPS)
@@ -192,6 +194,7 @@ def test_what_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch):
     assert rows["SFTTrainer"]["left_out"] == "no package trl"
     assert "failed" not in rows["stages with rings"]
     assert rows["stages with rings"]["verified"] == "PASS"
+    assert rows["stages with rings"]["fused_layers"] == "off"
 
 
 @pytest.mark.exhaustive
