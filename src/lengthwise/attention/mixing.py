@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -106,15 +105,14 @@ class LocalSpans:
         return [*(group.numbers for group in self.whole), *([self.cut] if self.cut else [])]
 
     @cached_property
-    def _rows(self) -> tuple[int, ...]:
-        """Rows in the order of groups, or () if that is their own."""
+    def _rows(self) -> tuple[Tensor, Tensor] | None:
+        """Rows in the order of groups, and the places there of all rows; None if the order is their own."""
         order = [number for group in self.groups for number in group]
-        ranges = (range(each.row, each.row + each.stop - each.start) for each in map(self.spans.__getitem__, order))
-        return () if order == sorted(order) else tuple(chain.from_iterable(ranges))
-
-    @cached_property
-    def _back(self) -> tuple[int, ...]:
-        return tuple(sorted(range(len(self._rows)), key=self._rows.__getitem__))
+        if order == sorted(order):
+            return None
+        spans = map(self.spans.__getitem__, order)
+        rows = torch.cat([torch.arange(each.row, each.row + each.stop - each.start, device="cpu") for each in spans])
+        return rows, rows.argsort()
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -123,18 +121,18 @@ class LocalSpans:
 
     def grouped(self, x: Tensor) -> Sequence[Tensor]:
         """Return the rows of (1, rows, ...) by group."""
-        rows = x.index_select(1, self.index("rows", self._rows, x.device)) if self._rows else x
+        rows = x if self._rows is None else x.index_select(1, self.index("rows", self._rows[0], x.device))
         return rows.split(self.sizes, dim=1) if len(self.sizes) > 1 else (rows,)
 
     def ungrouped(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the rows (1, rows, ...) of all groups in their own order."""
         rows = torch.cat([*parts], dim=1) if len(parts) > 1 else parts[0]
-        return rows.index_select(1, self.index("back", self._back, rows.device)) if self._rows else rows
+        return rows if self._rows is None else rows.index_select(1, self.index("places", self._rows[1], rows.device))
 
-    def index(self, key: object, numbers: Sequence[int], device: torch.device) -> Tensor:
-        """Return numbers as a tensor, made once a key."""
+    def index(self, key: object, numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+        """Return numbers as a tensor on the device, made once a key."""
         if key not in self._indices:
-            self._indices[key] = to_device(torch.tensor(numbers, dtype=torch.long, device="cpu"), device)
+            self._indices[key] = to_device(torch.as_tensor(numbers, dtype=torch.long, device="cpu"), device)
         return self._indices[key]
 
     @cached_property
