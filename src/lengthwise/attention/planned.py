@@ -129,8 +129,8 @@ class PlannedAttention:
                     parts[heads].take_pack(pack, *self._packs.forward_pack(blocks[heads].at(pack.rows), pack))
             for task in ring_step.tasks:
                 block = self._block(blocks[task.heads], task, held)
-                rows = slice(task.q_start, task.q_stop)
-                parts[task.heads].take(rows, *self._kernel.forward(block), is_first=task.causal)
+                queries = slice(task.q_start, task.q_stop)
+                parts[task.heads].take(queries, *self._kernel.forward(block), is_first=task.causal)
             for joined in ring_step.joined:
                 assert self._packs is not None, f"{self._kernel.name} takes no packs"
                 block = _joined_block(blocks[joined.heads], joined, held)
@@ -184,8 +184,8 @@ class PlannedAttention:
             for task in ring_step.tasks:
                 into = self._gradients_of(task, gradients, blocks, sums)
                 grads = self._block_gradients(task, split[task.heads][0], attended[task.heads], held)
-                rows, cols = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
-                sums[task.heads].take(rows, cols, grads, into, is_first=task.causal)
+                queries, keys = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
+                sums[task.heads].take(queries, keys, grads, into, is_first=task.causal)
                 del grads  # before others are made
             for joined in ring_step.joined:
                 assert self._packs is not None, f"{self._kernel.name} takes no packs"

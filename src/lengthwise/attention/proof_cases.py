@@ -86,8 +86,8 @@ def _calls(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -> 
         for window in (None, _WINDOW) if needs.windowed else (None,):
             name = f"documents of 1 to {max(_RAGGED)} tokens" + (f", window of {window}" if window else "")
             yield kernel, _pack(name, _RAGGED, window=window)
-        name, sizes = "documents of other keys", {"queries": sum(_RAGGED), "keys": sum(_KEYS_OF)}
-        yield kernel, Call(name=name, **sizes, causal=False, documents=_RAGGED, keys_of=_KEYS_OF)
+        name, queries, keys = "documents of other keys", sum(_RAGGED), sum(_KEYS_OF)
+        yield kernel, Call(name=name, queries=queries, keys=keys, causal=False, documents=_RAGGED, keys_of=_KEYS_OF)
     if isinstance(kernel, ByLengthKernel) and not torch.are_deterministic_algorithms_enabled():
         for queries, keys in ((_TOKENS, _TOKENS), (_TOKENS // 2, _TOKENS - 37)):
             yield kernel.long, _block(queries, keys, f"{kernel.long.name}, ")
