@@ -208,10 +208,10 @@ def scan_spans(spans: LocalSpans, tokens: Mapping[str, Tensor], scan: Scan) -> T
     tokens: inputs of the scan, (1, rows, ...). Returns (1, rows, ...).
     """
     lengths, parts = spans.lengths, {name: spans.grouped(x) for name, x in tokens.items()}
-    outs, ends = list[Tensor](), torch.empty(0)
+    outs, ends = list[Tensor](), None
     for number, group in enumerate(spans.whole):
         of_group = {name: each[number] for name, each in parts.items()}
-        before = ends[spans.index(number, group.parents, ends.device)] if group.parents else None
+        before = None if ends is None or not group.parents else ends[spans.index(number, group.parents, ends.device)]
         sizes = [lengths[each] for each in group.numbers]
         out, states = scan.run(of_group, sizes, before=before, states=group.are_continued)
         outs.append(out)
