@@ -89,7 +89,7 @@ def test_calls_and_operations_of_a_ring_step_do_not_grow_with_sequences():
         (program,) = lower_plan(plan, transport.rank)
         ops = NoOps()
         planned = PlannedAttention(program, transport, VarlenKernel(ops))
-        q, k, v = draw(planned.num_tokens)
+        q, k, v = draw(planned.num_rows)
         planned.lower([None], q.device)
         with torch.no_grad(), Count() as count:
             out, attended = planned.forward(Block(q=q, k=k, v=v, scale=0.3))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lengthwise.attention.packs import to_device
+from lengthwise.attention.packs import rows_of, to_device
 from lengthwise.attention.recompute import Recomputed
 from lengthwise.comm import Transport
 from lengthwise.program import MicrobatchProgram, RankRound, SequenceSpan, Transfer, spans_of, sweep_rounds_of
@@ -75,7 +75,7 @@ class LocalSpans:
         self.cut = tuple(number for number, is_cut in enumerate(self.is_cut) if is_cut)
         self._indices: dict[object, Tensor] = {}
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Rows of each span."""
         return [span.stop - span.start for span in self.spans]
@@ -110,8 +110,7 @@ class LocalSpans:
         order = [number for group in self.groups for number in group]
         if order == sorted(order):
             return None
-        spans = map(self.spans.__getitem__, order)
-        rows = torch.cat([torch.arange(each.row, each.row + each.stop - each.start, device="cpu") for each in spans])
+        rows = rows_of([self.spans[number].row for number in order], [self.lengths[number] for number in order])
         return rows, rows.argsort()
 
     @cached_property

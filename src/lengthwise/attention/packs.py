@@ -166,6 +166,13 @@ def _cheapest(first: int, tiles: Sequence[int]) -> list[range]:
     return [range(first + int(numbers[a]), first + int(numbers[b])) for b, a in pairwise(borders)][::-1]
 
 
+def rows_of(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Return the rows of spans, one after another, on the host."""
+    sizes = torch.tensor(lengths, device="cpu")
+    shifts = torch.tensor(starts, device="cpu") - sizes.cumsum(0) + sizes
+    return torch.arange(sum(lengths), device="cpu") + shifts.repeat_interleave(sizes)
+
+
 def to_device(host: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to `device`; to a GPU through pinned memory, so that the host does not wait."""
     if device.type == "cpu":

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lengthwise.attention.packs import Pack, joined_pack, lengths_of, runs_of, to_device
+from lengthwise.attention.packs import Pack, joined_pack, lengths_of, rows_of, runs_of, to_device
 from lengthwise.program import ALL_HEADS, BlockTask, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
 
 Shard = tuple[int, int]
@@ -170,4 +170,4 @@ def _places(spans: Sequence[range], device: torch.device) -> slice | Tensor:
     """Return the rows of spans: a slice if nothing lies between them."""
     if all(one.stop == other.start for one, other in pairwise(spans)):
         return slice(spans[0].start, spans[-1].stop)
-    return to_device(torch.cat([torch.arange(each.start, each.stop, device="cpu") for each in spans]), device)
+    return to_device(rows_of([each.start for each in spans], [len(each) for each in spans]), device)
