@@ -155,6 +155,7 @@ class _ChunkedLoss(torch.autograd.Function):
             loss, found = _take_chunk(hidden[part], labels[part], weighed, logits, parameters, wanted=wanted)
             total += loss
             if by_hidden is not None:
+                assert found[0] is not None, "logits follow from hidden states"
                 by_hidden[part] = found[0]
                 by_parameter = [_sum(*each) for each in zip(by_parameter, found[1:], strict=True)]
             del found  # before others are made
