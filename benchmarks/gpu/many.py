@@ -31,7 +31,12 @@ COMMAND_LIMIT_SECONDS = 60.0
 DOORS = Path(__file__).with_name("doors.py")
 _WAIT_SECONDS = 40  # of a rank for another: less than the limit, so that the message is in the log
 _TOLERANCES = {"bf16": 2e-2, "fp32": 1e-4}  # of losses of the same rows, relative
-_SAID = {"transfers": r"^transfers: (.*)", "exercised": r"^exercised: (.*)", "verified": r"(PASS|FAIL).*$"}
+_SAID = {
+    "transfers": r"^transfers: (.*)",
+    "fused_layers": r"fused layers: (\w+)",
+    "exercised": r"^exercised: (.*)",
+    "verified": r"(PASS|FAIL).*$",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Whole steps beside plain Hugging Face's: tokens a second, MFU, memory beside the state.
 
 Loops are built one after the other and again in the opposite order, so that a drift of the clocks meets all alike; what
-compiles comes last, once. A row `step` is written as soon as a loop has two repeats, and again with more: the last one
-of a loop and a batch counts. An error of a loop is its row, and the next loop runs. Nobody has fused kernels of Liger.
+has Liger's layers or compiles comes last, once. A row `step` is written as soon as a loop has two repeats, and again
+with more: the last one of a loop and a batch counts. An error of a loop is its row, and the next loop runs.
 """
 
 from __future__ import annotations
@@ -35,8 +35,15 @@ from lengthwise.engine.batch import random_batch
 from lengthwise.engine.shortage import PeakMemory
 from lengthwise.models import Computing
 
-OURS, COMPILED, ONE_BY_ONE, PACKED = "lengthwise", "lengthwise, compiled", "HF one by one", "HF + varlen"
+OURS, ONE_BY_ONE, PACKED = "lengthwise", "HF one by one", "HF + varlen"
+LIGER, COMPILED = "lengthwise, Liger", "lengthwise, compiled"
 EAGER = (OURS, ONE_BY_ONE, PACKED)
+_COMPUTING = {
+    OURS: Computing(fused_layers="off"),
+    LIGER: Computing(),
+    COMPILED: Computing(compile=True, fused_layers="off"),
+}
+_FUSED = "fused layers: "
 _LEAST_REPEATS = 2
 
 
@@ -53,7 +60,7 @@ def turns_of(sizes: Sizes, part: str) -> list[Turn]:
     models = sizes.step_parts[part]
     turns = [Turn(model=model, loop=loop) for model in models for loop in (*EAGER, *reversed(EAGER))]
     if part == "steps" and sizes.step_compiled:
-        turns += [Turn(model=model, loop=COMPILED) for model in models]
+        turns += [Turn(model=model, loop=loop) for model in models for loop in (LIGER, COMPILED)]
     return turns
 
 
@@ -104,8 +111,10 @@ def _summary(
         return
     flops = step_flops(config, shape_from_config(config.to_dict()).total_params, lengths)
     found = middle(took)
+    fused = next((each.removeprefix(_FUSED) for each in row["said"] if each.startswith(_FUSED)), "off")
     records.add(
-        "step", **about, **found, repeats=len(took), tokens_per_second=sum(lengths) / found["seconds"],
+        "step", **about, fused_layers=fused.split()[0].rstrip(";"), **found, repeats=len(took),
+        tokens_per_second=sum(lengths) / found["seconds"],
         mfu=flops / found["seconds"] / peak_flops_per_second(sizes.where),
         times_lengthwise=found["seconds"] / statistics.median(ours) if ours else None,
     )  # fmt: skip
@@ -137,9 +146,8 @@ def _first_line(error: BaseException) -> str:
 
 
 def _build(sizes: Sizes, turn: Turn) -> OurLoop | PlainLoop:
-    if turn.loop in (OURS, COMPILED):
-        computing = Computing(compile=turn.loop == COMPILED, fused_layers="off")
-        return OurLoop(turn.model, sizes.where, sizes.dtype, computing=computing)
+    if turn.loop in _COMPUTING:
+        return OurLoop(turn.model, sizes.where, sizes.dtype, computing=_COMPUTING[turn.loop])
     packed = turn.loop == PACKED
     return PlainLoop(turn.model, sizes.where, sizes.dtype, packed=packed, pack_tokens=sizes.pack_tokens)
 
@@ -163,5 +171,5 @@ def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict
         "beside_state_bytes": memory.peak_bytes() - state,
         "num_alloc_retries": int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0)) if on_gpu else 0,
         "clocks": clocks(),
-        "said": "; ".join(loop.said),
+        "said": loop.said,
     }

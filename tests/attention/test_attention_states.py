@@ -198,25 +198,41 @@ def test_a_sequence_begins_with_the_state_and_the_tokens_of_all_that_it_continue
     check_convolution(TREES, 7)
 
 
-def test_backward_of_a_convolution_writes_no_more_than_the_rows_that_others_continue():
-    """A slice of all rows would write all of them: 30 times as long with 64 prompts of 64 tokens."""
-    written = []
+class AllAtOnce:
+    """A scan by one call for all documents, as packages have it."""
 
-    class Slices(TorchDispatchMode):
+    is_matrix = True
+
+    def run(self, tokens, lengths, *, before=None, states=False):
+        after = tokens["a"][:, : len(lengths)].transpose(0, 1) if states else None
+        return tokens["b"] * (1.0 if before is None else before.sum()), after
+
+
+@pytest.mark.parametrize(
+    "parents_of",
+    [lambda count: None, lambda count: tuple(0 if number else None for number in range(count))],
+    ids=["packs", "answers to a prompt"],
+)
+def test_operations_of_a_layer_do_not_grow_with_documents(parents_of):
+    found = {}
+
+    class Count(TorchDispatchMode):
         def __torch_dispatch__(self, function, _types, arguments=(), named=None):
-            result = function(*arguments, **(named or {}))
-            if function.overloadpacket == torch.ops.aten.slice_backward:
-                written.append(len(result))
-            return result
+            found[count] += 1
+            return function(*arguments, **(named or {}))
 
-    plan = make_plan(1, (8, 40, 40, 9, 40, 40), [Piece(ranks=(0,), sequences=(0, 1, 2, 3, 4, 5))])
-    (program,) = lower_plan(replace(plan, parents=(None, 0, 0, None, 3, 3)), 0)
-    spans = LocalSpans(program, SoloTransport(), 180, SimpleNamespace(recomputation=None))
-    rows = torch.randn(180, 3, dtype=torch.float64, requires_grad=True)
-    out = convolve_spans(spans, rows, Halo(spans, 4), convolution(4))
-    with Slices():
-        out.sum().backward()
-    assert sorted(written) == [8, 9]
+    for count in (5, 500):
+        plan = make_plan(1, (6,) * count, [Piece(ranks=(0,), sequences=tuple(range(count)))])
+        (program,) = lower_plan(replace(plan, parents=parents_of(count)), 0)
+        spans = LocalSpans(program, SoloTransport(), 6 * count + 10, SimpleNamespace(recomputation=None))
+        rows = torch.randn(6 * count + 10, 3, dtype=torch.float64, requires_grad=True)
+        tokens, _ = drawn_tokens(6 * count + 10, True, 0)
+        halo, found[count] = Halo(spans, 4), 0
+        with Count():
+            for _layer in range(2):
+                convolve_spans(spans, rows, halo, convolution(4)).sum().backward()
+                scan_spans(spans, tokens, AllAtOnce()).sum().backward()
+    assert found[500] == found[5] < 200
 
 
 # One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state.

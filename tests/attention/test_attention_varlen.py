@@ -1,10 +1,15 @@
 """GPU kernels without a GPU: what they are handed, which is chosen and why, and that a pack is one call."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
-from testing import make_plan
+from testing import make_plan, relative_error
+from testing.attention_ranks import attend_on_ranks
 from testing.strict import StrictWorld
 from testing.varlen import ReferenceVarlenOps
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
 from lengthwise.attention.cuda_kernels import EfficientKernel
@@ -41,6 +46,76 @@ def test_a_pack_is_one_call_a_layer_and_pass_and_so_are_the_diagonals_of_rings(w
 
     for forward, backward, expected in StrictWorld(2).run(work):
         assert forward == backward == expected
+
+
+class NoOps:
+    """Raw calls that compute nothing; `calls` lists their numbers of documents."""
+
+    name, caps_scores = "none", False
+
+    def __init__(self):
+        self.calls = []
+
+    def forward(self, block, documents):
+        self.calls.append(len(documents.cu_seqlens_q) - 1)
+        return block.q, block.q.new_zeros(block.q.shape[1::-1])
+
+    def backward(self, grad_out, block, saved, documents):
+        self.calls.append(len(documents.cu_seqlens_q) - 1)
+        return block.q, block.k, block.v
+
+
+def answers(count, prompts=1):
+    """Prompts and the answers to them on one ring of four ranks."""
+    lengths, parents = [], []
+    for _ in range(prompts):
+        parents += [None, *[len(parents)] * count]
+        lengths += [60, *[24 + each % 5 for each in range(count)]]
+    plan = make_plan(4, lengths, [Piece(ranks=(0, 1, 3, 2), sequences=tuple(range(len(lengths))))])
+    return replace(plan, parents=tuple(parents))
+
+
+def test_calls_and_operations_of_a_ring_step_do_not_grow_with_sequences():
+    """One call for what each sequence sees of itself, one for what answers see of their prompts."""
+
+    class Count(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function, _types, arguments=(), named=None):
+            self.number += 1
+            return function(*arguments, **(named or {}))
+
+    def work(transport, plan):
+        (program,) = lower_plan(plan, transport.rank)
+        ops = NoOps()
+        planned = PlannedAttention(program, transport, VarlenKernel(ops))
+        q, k, v = draw(planned.num_rows)
+        planned.lower([None], q.device)
+        with torch.no_grad(), Count() as count:
+            out, attended = planned.forward(Block(q=q, k=k, v=v, scale=0.3))
+            planned.backward(out, attended, (4, 2, 2))
+        return len(ops.calls), count.number
+
+    few, many, more_prompts = (
+        StrictWorld(4).run(partial(work, plan=plan)) for plan in (answers(3), answers(16), answers(3, prompts=8))
+    )
+    for (calls, operations), *others in zip(few, many, more_prompts, strict=True):
+        assert calls <= 2 * (1 + 2 * 4)
+        assert all(other == calls and number <= 1.2 * operations for other, number in others)
+
+
+@pytest.mark.parametrize("full_from", [None, 12])
+def test_joined_blocks_give_what_each_of_them_gives(full_from):
+    """Under a kernel that takes blocks of 12 and more alone, too."""
+    plan, ops = answers(3, prompts=2), ReferenceVarlenOps()
+    random = torch.Generator().manual_seed(0)
+    rows = [[torch.randn(n, h, 8, generator=random, dtype=torch.float64) for h in (4, 2, 2, 4)] for n in plan.tokens]
+    joining = VarlenKernel(ops)
+    joining.full_from = full_from
+    found, _ = attend_on_ranks(plan, rows, joining, scale=0.3)
+    expected, _ = attend_on_ranks(plan, rows, ReferenceKernel(), scale=0.3)
+    for one, other in zip(found, expected, strict=True):
+        assert all(relative_error(a, b) < 1e-13 for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("strange", ["odd stride", "odd start", "head_dim first", "expanded"])

@@ -168,7 +168,8 @@ def test_what_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch):
 
     def run(command, log, limit):
         there = log.parent
-        log.write_text("transfers: NCCL\nexercised: rings of 2 ranks\ntolerance: PASS\nsome error\n")
+        said = ("transfers: NCCL", "fused layers: off; because it is", "exercised: rings of 2 ranks", "tolerance: PASS")
+        log.write_text("\n".join((*said, "some error\n")))
         if "torch.distributed.run" in command:
             assert limit == many.COMMAND_LIMIT_SECONDS
             (there / "losses.jsonl").write_text('{"loss": 2.0}\n' * many.STEPS)
@@ -192,6 +193,7 @@ def test_what_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch):
     assert rows["SFTTrainer"]["left_out"] == "no package trl"
     assert "failed" not in rows["stages with rings"]
     assert rows["stages with rings"]["verified"] == "PASS"
+    assert rows["stages with rings"]["fused_layers"] == "off"
 
 
 @pytest.mark.exhaustive

@@ -144,6 +144,16 @@ def test_slices_make_the_update_of_whole_parameters(case, fused, ranks, max_grad
             assert not torch.equal(got, before)
 
 
+@pytest.mark.parametrize(("limit", "writes"), [(1e-3, 2), (1e3, 1), (None, 1)])
+def test_a_steps_end_writes_the_gradients_only_to_clip_and_to_clear_them(limit, writes):
+    _, flat, optimizer = make(SoloTransport(), "adamw")
+    flat.grad_shard.fill_(1.0)
+    before = flat.grad_shard._version
+    optimizer.end_step(LR, SoloTransport(), limit=limit)
+    assert flat.grad_shard._version - before == writes
+    assert not flat.grads.any()
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_an_entry_is_updated_to_the_same_bits_however_parameters_are_cut(case):
     """Vectors of a CPU round otherwise than one entry: no slice ends between two vectors of a parameter."""

@@ -5,7 +5,7 @@ On the CPU the varlen kernel is a reference that refuses what a GPU kernel would
 
 import pytest
 import torch
-from testing import dense_attention, make_plan, relative_error, tiny_family_config
+from testing import dense_attention, make_plan, relative_error, tiny_family_config, tiny_model
 from testing.attention_ranks import attend_on_ranks
 from testing.mixers import STAND_INS
 from testing.staged import StagedTransport
@@ -18,10 +18,13 @@ from lengthwise.attention.kernels import FlashCpuKernel
 from lengthwise.attention.proof import prove
 from lengthwise.attention.proof_cases import prove_kernel
 from lengthwise.attention.varlen import VarlenKernel
+from lengthwise.core.packages import installed_version
 from lengthwise.core.plan import Piece
+from lengthwise.models import fused_layers
 from lengthwise.models.mixer_choice import cases_of, layers_of
 from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel
 from lengthwise.models.model_source import build_skeleton
+from models.test_models_fused_layers import PlainKernels
 from tiers import more, some
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -167,3 +170,16 @@ def test_gpu_packages_of_layers_with_states_pass_the_comparison_of_a_start(devic
     elif isinstance(kernel, str):
         pytest.skip(kernel)
     assert prove(cases_of(name, kernel, model, dtype, device), dtype, device).fault is None
+
+
+@pytest.mark.parametrize("family", ["llama", more("gemma3_text"), more("olmo2"), more("qwen3")])
+def test_gpu_layers_of_liger_pass_the_comparison_of_a_start(device, family, monkeypatch):
+    version = installed_version("liger-kernel")
+    if device.type == "cpu":
+        version = "0.8.5"
+        monkeypatch.setattr(fused_layers, "liger_functions", PlainKernels)
+    elif version is None:
+        pytest.skip("liger-kernel is not installed")
+    model, how = tiny_model(family), {"dtype": torch.bfloat16, "on_gpu": True, "compiled": False, "liger": version}
+    _, said = fused_layers.choose_forwards(model, "liger", fused_layers.FusedNeeds(family=family, **how), device)
+    assert said.startswith("liger (")

@@ -2,16 +2,18 @@
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch._dynamo
-from testing import make_batch, make_plan, put_forwards, tiny_model
+from testing import make_batch, make_plan, put_forwards, run_ranks, tiny_model
 from testing.laid import whole_parameters
 from testing.stores import CopyStore
 from testing.tiny import VOCAB
 from torch._dynamo.utils import counters
 
+from engine.sharded_runs import KINDS, WAVES, OneOfSame, in_waves, run, shard
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
@@ -114,6 +116,45 @@ def test_microbatches_of_any_length_run_the_same_graphs(backend, bar):
 def test_compiled_layers_are_recomputed_and_offloaded_like_others(recompute, backend):
     """aot_eager: whole graphs through autograd, which saves what the graph says."""
     check(*pair("llama", backend=backend, num_hidden_layers=4), 1e-12, recompute=recompute, offload=0.5)
+
+
+def alone(work, ranks):
+    """Run the first of `ranks` with the others' calls, but not their values."""
+    return [work(OneOfSame(0, ranks))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "ranks_per_node", "on"),
+    [
+        ("layer", 3, None, alone),
+        *(more(kind, 3, None, run_ranks) for kind in KINDS),
+        more("none", 4, 2, run_ranks),
+    ],
+)
+def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, ranks_per_node, on):
+    """Rings, packs and ranks without tokens, with parameters that are there only while their layer runs."""
+    model = tiny_model("llama")
+    steps = [((41, 11, 5, 7, 1, 23), WAVES), ((33, 9, 4, 12, 3, 30), WAVES)]
+
+    def work(transport, *, compiles):
+        own, found, traced = copy.deepcopy(model), [], []
+        if compiles:
+            put_forwards(own, compiled_forwards(own, backend="eager"))
+        parameters = shard(own, transport, ranks_per_node=ranks_per_node)
+        for lengths, waves in steps:
+            run(own, parameters, transport, in_waves(make_plan(ranks, lengths, waves, layers=2), kind), lengths)
+            parameters.reduce_gradients()
+            found.append(parameters.gather_gradients())
+            traced.append(graphs())
+        return found, traced
+
+    expected, found = (on(partial(work, compiles=compiles), ranks) for compiles in (False, True))
+    assert not any(any(traced) for _, traced in expected)
+    for (got, (first, second)), (want, _) in zip(found, expected, strict=True):
+        assert 0 < first == second, "lengths after the first trace nothing"
+        for ours, others in zip(got, want, strict=True):
+            assert ours.keys() == others.keys()
+            assert all(torch.equal(ours[name], each) for name, each in others.items())
 
 
 @pytest.mark.parametrize(

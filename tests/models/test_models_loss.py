@@ -1,9 +1,12 @@
 """The chunked loss: equal to the loss over whole logits, without ever making them."""
 
+from collections import Counter
+
 import pytest
 import torch
 from testing import LiveBytes, make_batch, make_plan, relative_error, tiny_family_config, tiny_tower_config
 from testing.tiny import VOCAB
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText
 
 from lengthwise.attention import PlannedAttention, choose_kernel
@@ -86,6 +89,22 @@ def test_log_probabilities_in_chunks_are_those_of_all_logits_and_less_the_loss(f
     assert relative_error(found[1], found[0]) < 1e-14
     assert relative_error(-found[0].sum(), loss.detach()) < 1e-14
     assert not found[1][tensors[2] == -100].any()
+
+
+def test_the_heads_gradient_is_written_by_the_first_chunk_and_added_to_by_others():
+    model, found = tiny("llama"), Counter()
+    size = model.lm_head.weight.shape
+
+    class Writes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, _types, arguments=(), named=None):
+            result = function(*arguments, **(named or {}))
+            name = function.overloadpacket.__name__
+            found[name] += isinstance(result, torch.Tensor) and result.shape == size and name in ("zeros_like", "add_")
+            return result
+
+    with Writes():
+        loss_and_gradients(model, tokens_at_once=7, dtype=torch.float32)
+    assert (found["zeros_like"], found["add_"]) == (0, 10)  # of 71 tokens in chunks of 7
 
 
 def test_chunked_loss_counts_weights_as_the_whole():

@@ -110,6 +110,11 @@ class ByLengthKernel:
         """Tokens from which `long` computes a document (see `PackKernel.alone_from`)."""
         return None if torch.are_deterministic_algorithms_enabled() else self.diagonal_tokens
 
+    @property
+    def full_from(self) -> int | None:
+        """Queries and keys from which `long` computes a block (see `PackKernel.full_from`)."""
+        return None if torch.are_deterministic_algorithms_enabled() else self._least[False]
+
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
         return (self.long if self._is_long(block) else self._rest).forward(block)
@@ -139,7 +144,7 @@ class ByLengthKernel:
         # Causality hides padding after the document, and nobody reads the results of padding.
         documents = pack.cu_seqlens.shape[0] - 1 - (pack.padding > 0)
         is_whole = documents == 1 and (pack.window is None or pack.window >= pack.max_seqlen)
-        return is_whole and self._is_long(block)
+        return pack.keys is None and is_whole and self._is_long(block)
 
 
 def _rounded(block: Block) -> Block:

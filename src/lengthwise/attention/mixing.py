@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
+from lengthwise.attention.packs import rows_of, to_device
 from lengthwise.attention.recompute import Recomputed
 from lengthwise.comm import Transport
 from lengthwise.program import MicrobatchProgram, RankRound, SequenceSpan, Transfer, spans_of, sweep_rounds_of
@@ -24,7 +26,8 @@ _PADDING = -1
 class WholeSpans:
     """Spans of whole sequences that run together; entries are numbers of `LocalSpans.spans`.
 
-    parents: spans that they continue, or (). are_continued: True if others continue them.
+    parents: places of the spans that they continue, in the last continued group before them, or (). are_continued:
+    True if others continue them.
     """
 
     numbers: tuple[int, ...]
@@ -60,7 +63,7 @@ class LocalSpans:
     """A rank's spans of a microbatch, which a layer computes in one go. owner: attention whose layers run."""
 
     def __init__(self, program: MicrobatchProgram, transport: Transport, num_rows: int, owner: Recomputed) -> None:
-        self.program, self.transport, self._owner = program, transport, owner
+        self.program, self.transport, self.num_rows, self._owner = program, transport, num_rows, owner
         spans = [*spans_of(program, transport.rank)]
         row = spans[-1].rows.stop if spans else 0
         if row < num_rows:
@@ -69,8 +72,10 @@ class LocalSpans:
         pieces = program.microbatch.pieces
         self.is_cut = [span.piece != _PADDING and pieces[span.piece].degree > 1 for span in spans]
         """Whether a span is in a piece that several ranks share, by span."""
+        self.cut = tuple(number for number, is_cut in enumerate(self.is_cut) if is_cut)
+        self._indices: dict[object, Tensor] = {}
 
-    @property
+    @cached_property
     def lengths(self) -> list[int]:
         """Rows of each span."""
         return [span.stop - span.start for span in self.spans]
@@ -84,14 +89,50 @@ class LocalSpans:
         for number, parent in parents.items():
             levels[number] = 0 if parent is None else levels[parent] + 1
             found.setdefault((levels[number], number in continued), []).append(number)
+        places = {number: place for numbers in found.values() for place, number in enumerate(numbers)}
         return tuple(
             WholeSpans(
                 numbers=tuple(numbers),
-                parents=tuple(parent for number in numbers if (parent := parents[number]) is not None),
+                parents=tuple(places[parent] for number in numbers if (parent := parents[number]) is not None),
                 are_continued=are_continued,
             )
             for (_, are_continued), numbers in sorted(found.items())
         )
+
+    @cached_property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Spans by number: the groups of whole ones, then the cut ones, if there are any."""
+        return [*(group.numbers for group in self.whole), *([self.cut] if self.cut else [])]
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor] | None:
+        """Rows in the order of groups, and the places there of all rows; None if the order is their own."""
+        order = [number for group in self.groups for number in group]
+        if order == sorted(order):
+            return None
+        rows = rows_of([self.spans[number].row for number in order], [self.lengths[number] for number in order])
+        return rows, rows.argsort()
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each group."""
+        return [sum(self.lengths[number] for number in group) for group in self.groups]
+
+    def grouped(self, x: Tensor) -> Sequence[Tensor]:
+        """Return the rows of (1, rows, ...) by group."""
+        rows = x if self._rows is None else x.index_select(1, self.index("rows", self._rows[0], x.device))
+        return rows.split(self.sizes, dim=1) if len(self.sizes) > 1 else (rows,)
+
+    def ungrouped(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the rows (1, rows, ...) of all groups in their own order."""
+        rows = torch.cat([*parts], dim=1) if len(parts) > 1 else parts[0]
+        return rows if self._rows is None else rows.index_select(1, self.index("places", self._rows[1], rows.device))
+
+    def index(self, key: object, numbers: Sequence[int] | Tensor, device: torch.device) -> Tensor:
+        """Return numbers as a tensor on the device, made once a key."""
+        if key not in self._indices:
+            self._indices[key] = to_device(torch.as_tensor(numbers, dtype=torch.long, device="cpu"), device)
+        return self._indices[key]
 
     @cached_property
     def cut_pieces(self) -> dict[int, CutPiece]:

@@ -29,13 +29,15 @@ _TILES_OF_A_CALL = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pack:
-    """Documents of one call, side by side; each attends to itself, causally.
+    """Documents of one call, side by side; each attends to itself, causally, or wholly to keys of its own.
 
     rows: place of the documents among the rank's rows.
     cu_seqlens: (documents + 1,) int32 on the device: starts of the documents in `rows`, and the end of the last.
     max_seqlen: tokens of the longest document.
     window: tokens that a query sees, itself included; None for all before it.
     padding: number of rows of the last document if it is padding, else 0.
+    keys: (documents + 1,) int32 on the device: starts of each document's own keys, and the end of the last, or None.
+    max_keys: keys of the document with the most, if they are others.
     """
 
     rows: slice
@@ -43,6 +45,8 @@ class Pack:
     max_seqlen: int
     window: int | None
     padding: int = 0
+    keys: Tensor | None = None
+    max_keys: int = 0
 
 
 @runtime_checkable
@@ -52,6 +56,11 @@ class PackKernel(BlockKernel, Protocol):
     @property
     def alone_from(self) -> int | None:
         """Tokens from which a document without a cutting window is faster alone; None if empty tiles decide."""
+        ...
+
+    @property
+    def full_from(self) -> int | None:
+        """Queries and keys from which a block off the diagonal is faster alone; None if empty tiles decide."""
         ...
 
     def forward_pack(self, block: Block, pack: Pack) -> tuple[Tensor, Tensor]:
@@ -108,6 +117,20 @@ def pack_documents(
     return tuple(sorted(packs, key=lambda pack: pack.rows.start - pack.rows.stop))
 
 
+def joined_pack(documents: Sequence[int], keys: Sequence[int], device: torch.device) -> Pack:
+    """Return the call for documents of so many queries, side by side, that see so many keys of their own."""
+    borders = torch.tensor([[0, *accumulate(each)] for each in (documents, keys)], dtype=torch.int32, device="cpu")
+    of_queries, of_keys = to_device(borders, device)
+    return Pack(
+        rows=slice(0, sum(documents)),
+        cu_seqlens=of_queries,
+        max_seqlen=max(documents),
+        window=None,
+        keys=of_keys,
+        max_keys=max(keys),
+    )
+
+
 def runs_of(lengths: Sequence[int], alone: range = range(0)) -> list[range]:
     """Group documents, by number, into runs of neighbours with the least cost of calls and empty tiles.
 
@@ -141,6 +164,13 @@ def _cheapest(first: int, tiles: Sequence[int]) -> list[range]:
     while borders[-1]:
         borders.append(starts[borders[-1]])
     return [range(first + int(numbers[a]), first + int(numbers[b])) for b, a in pairwise(borders)][::-1]
+
+
+def rows_of(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Return the rows of spans, one after another, on the host."""
+    sizes = torch.tensor(lengths, device="cpu")
+    shifts = torch.tensor(starts, device="cpu") - sizes.cumsum(0) + sizes
+    return torch.arange(sum(lengths), device="cpu") + shifts.repeat_interleave(sizes)
 
 
 def to_device(host: Tensor, device: torch.device) -> Tensor:

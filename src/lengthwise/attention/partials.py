@@ -14,7 +14,7 @@ from torch import Tensor
 from lengthwise.attention.kernels import Block, Gradients, Saved, merge_block
 from lengthwise.attention.packs import Pack
 from lengthwise.attention.ring_steps import RingPass
-from lengthwise.program import BlockTask, HeadRange
+from lengthwise.program import HeadRange
 
 Attended: TypeAlias = dict[HeadRange, tuple[Block, Saved]]
 """Queries, keys and values, and their results, by the range of heads that a rank attends."""
@@ -48,13 +48,17 @@ class PartialOut:
         else:
             self._out[pack.rows], self._lse[:, pack.rows] = out, lse
 
-    def take(self, task: BlockTask, out: Tensor, lse: Tensor) -> None:
-        """Take the result of a block."""
-        rows = slice(task.q_start, task.q_stop)
-        if task.causal:
+    def take(self, rows: slice | Tensor, out: Tensor, lse: Tensor, *, is_first: bool = False) -> None:
+        """Take the result of a block. rows: its queries. is_first: True if it is the first of its queries."""
+        if is_first:
             self._out[rows], self._lse[:, rows] = out, lse
-        else:
+        elif isinstance(rows, slice):
             merge_block(self._out[rows], self._lse[:, rows], out, lse)
+        else:
+            own_out, own_lse = picked(self._out, rows), picked(self._lse, rows, dim=1)
+            merge_block(own_out, own_lse, out, lse)
+            self._out.index_copy_(0, rows, own_out)
+            self._lse.index_copy_(1, rows, own_lse)
 
     def done(self, sinks: Tensor | None) -> Saved:
         """Return output, in the dtype of the queries, and log-sum-exp, with `sinks` (heads,) merged in."""
@@ -93,19 +97,24 @@ class PartialGradients:
         for total, part in zip(self._found, grads, strict=True):
             total[pack.rows] = part
 
-    def take(self, task: BlockTask, grads: Gradients, into: Tensor) -> None:
-        """Add the gradients of a block. into: sums (2, tokens, kv_heads, head_dim) of the shard of its keys."""
-        rows, cols = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
+    def take(
+        self, rows: slice | Tensor, cols: slice | Tensor, grads: Gradients, into: Tensor, *, is_first: bool = False
+    ) -> None:
+        """Add the gradients of a block. rows, cols: its queries and keys, once each.
+
+        into: sums (2, tokens, kv_heads, head_dim) of the shard of its keys. is_first: True if it is the first of its
+        queries.
+        """
         dq, *dkv = grads
-        if task.causal:
+        if is_first:
             self.dq[rows] = dq
         else:
-            self.dq[rows] += dq
+            _add(self.dq, rows, dq)
         for total, part in zip(into, dkv, strict=True):
-            if task.causal and self._first_writes:
+            if is_first and self._first_writes:
                 total[cols] = part
             else:
-                total[cols] += part
+                _add(total, cols, part)
 
     def done(self, *, widely: bool) -> Gradients:
         """Return (dq, dk, dv) in the dtypes of q, k and v, or in those of sums if `widely`."""
@@ -113,3 +122,17 @@ class PartialGradients:
         dtypes = (block.q.dtype, block.k.dtype, block.v.dtype)
         dq, dk, dv = map(Tensor.to, self._found, map(wide, dtypes) if widely else dtypes)
         return dq, dk, dv
+
+
+def picked(x: Tensor, rows: slice | Tensor, dim: int = 0) -> Tensor:
+    """Return these rows: a view of a slice, else a copy."""
+    if isinstance(rows, slice):
+        return x.narrow(dim, rows.start, rows.stop - rows.start)
+    return x.index_select(dim, rows)
+
+
+def _add(total: Tensor, rows: slice | Tensor, part: Tensor) -> None:
+    if isinstance(rows, slice):
+        total[rows] += part
+    else:
+        total.index_add_(0, rows, part.to(total.dtype))

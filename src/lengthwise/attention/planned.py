@@ -20,9 +20,9 @@ from lengthwise.attention.heads import HeadExchange, Rows, query_heads, shares_k
 from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Gradients, Saved
 from lengthwise.attention.mixing import LocalSpans
 from lengthwise.attention.packs import PackKernel, pack_documents
-from lengthwise.attention.partials import Attended, PartialGradients, PartialOut, wide
+from lengthwise.attention.partials import Attended, PartialGradients, PartialOut, picked, wide
 from lengthwise.attention.recompute import Recomputation
-from lengthwise.attention.ring_steps import RingPass, RingStep, Shard, ring_steps_of
+from lengthwise.attention.ring_steps import JoinedBlocks, RingPass, RingStep, Shard, join_blocks, ring_steps_of
 from lengthwise.comm import Pending, Transport
 from lengthwise.program import BlockTask, Content, HeadRange, MicrobatchProgram
 from lengthwise.program.split_heads import heads_of
@@ -129,7 +129,12 @@ class PlannedAttention:
                     parts[heads].take_pack(pack, *self._packs.forward_pack(blocks[heads].at(pack.rows), pack))
             for task in ring_step.tasks:
                 block = self._block(blocks[task.heads], task, held)
-                parts[task.heads].take(task, *self._kernel.forward(block))
+                queries = slice(task.q_start, task.q_stop)
+                parts[task.heads].take(queries, *self._kernel.forward(block), is_first=task.causal)
+            for joined in ring_step.joined:
+                assert self._packs is not None, f"{self._kernel.name} takes no packs"
+                block = _joined_block(blocks[joined.heads], joined, held)
+                parts[joined.heads].take(joined.rows, *self._packs.forward_pack(block, joined.pack))
             if posted is not None:
                 _take_over(posted, held, {})
             for shard in ring_step.last_used:
@@ -177,12 +182,20 @@ class PlannedAttention:
                     grad = split[heads][0][pack.rows]
                     sums[heads].take_pack(pack, self._packs.backward_pack(grad, block, saved, pack))
             for task in ring_step.tasks:
-                shard = (task.piece, task.owner)
-                if shard not in gradients:
-                    gradients[shard] = self._buffer(*shard, blocks[task.heads].k, sums[task.heads].dq.dtype).zero_()
+                into = self._gradients_of(task, gradients, blocks, sums)
                 grads = self._block_gradients(task, split[task.heads][0], attended[task.heads], held)
-                sums[task.heads].take(task, grads, gradients[shard])
+                queries, keys = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
+                sums[task.heads].take(queries, keys, grads, into, is_first=task.causal)
                 del grads  # before others are made
+            for joined in ring_step.joined:
+                assert self._packs is not None, f"{self._kernel.name} takes no packs"
+                into = self._gradients_of(joined, gradients, blocks, sums)
+                (grad,), (block, saved) = split[joined.heads], attended[joined.heads]
+                saved = Saved(out=picked(saved.out, joined.rows), lse=picked(saved.lse, joined.rows, dim=1))
+                block = _joined_block(block, joined, held)
+                grads = self._packs.backward_pack(picked(grad, joined.rows), block, saved, joined.pack)
+                sums[joined.heads].take(joined.rows, joined.cols, grads, into)
+                del grads
             if posted is not None:
                 _take_over(posted, held, gradients)
             for shard in ring_step.last_used:
@@ -191,6 +204,19 @@ class PlannedAttention:
         dq, dk, dv = self._heads.join(Content.DQKV, done, num_heads, rows_of_all=rows)
         of_sinks = None if sinks is None else _sink_gradient(sinks, split, attended)
         return dq.to(grad_out.dtype), dk.to(grad_out.dtype), dv.to(grad_out.dtype), of_sinks
+
+    def _gradients_of(
+        self,
+        each: BlockTask | JoinedBlocks,
+        gradients: dict[Shard, Tensor],
+        blocks: Mapping[HeadRange, Block],
+        sums: Mapping[HeadRange, PartialGradients],
+    ) -> Tensor:
+        """Return the sums of gradients of the keys and values of a block."""
+        shard = (each.piece, each.owner)
+        if shard not in gradients:
+            gradients[shard] = self._buffer(*shard, blocks[each.heads].k, sums[each.heads].dq.dtype).zero_()
+        return gradients[shard]
 
     def _block_gradients(
         self, task: BlockTask, grad_out: Tensor, attended: tuple[Block, Saved], held: Held
@@ -202,10 +228,11 @@ class PlannedAttention:
         """Return this rank's (forward, backward) ring steps for layers with `window`, lowered once."""
         if (window, rows) not in self._steps:
             program, padding = self._program.with_window(window), rows - self.num_tokens
-            packing = None
+            packing = joining = None
             if self._packs is not None:
                 packing = partial(pack_documents, device=device, alone_from=self._packs.alone_from)
-            self._steps[window, rows] = ring_steps_of(program, self._transport.rank, packing, padding=padding)
+                joining = partial(join_blocks, device=device, full_from=self._packs.full_from)
+            self._steps[window, rows] = ring_steps_of(program, self._transport.rank, packing, joining, padding=padding)
         return self._steps[window, rows]
 
     def _own_gradients(self, sums: Mapping[HeadRange, PartialGradients]) -> dict[Shard, Tensor]:
@@ -269,6 +296,11 @@ class PlannedAttention:
 
     def _buffer(self, piece: int, owner: int, like: Tensor, dtype: torch.dtype) -> Tensor:
         return like.new_empty(2, self._program.ring_tokens(piece, owner), *like.shape[1:], dtype=dtype)
+
+
+def _joined_block(layer: Block, joined: JoinedBlocks, held: Held) -> Block:
+    k, v = (picked(each, joined.cols) for each in held[joined.piece, joined.owner])
+    return replace(layer, q=picked(layer.q, joined.rows), k=k, v=v, causal=False)
 
 
 def _take_over(posted: tuple[Pending, Arriving], held: Held, gradients: dict[Shard, Tensor]) -> None:

@@ -17,20 +17,24 @@ from torch.utils.checkpoint import checkpoint
 from lengthwise.attention.abilities import AttentionNeeds
 from lengthwise.attention.cudnn import ByLengthKernel
 from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Saved
-from lengthwise.attention.packs import PackKernel, pack_documents
+from lengthwise.attention.packs import PackKernel, joined_pack, pack_documents
 from lengthwise.attention.proof import Case, Proof, Results, prove
 
 _TOKENS, _TOKENS_ON_CPU = 200, 72
 _WINDOW = 24  # stands for the model's: a kernel takes any
 _SOFTCAP = 0.7  # stands for the model's, too: scores here are about 1, so that a cap of 50 would hardly show
 _RAGGED = (1, 37, 200, 5, 64)  # tokens of documents: shorter and longer than a tile of any kernel
+_KEYS_OF = (64, 5, 37, 200, 1)  # tokens of the keys of such documents, where these are others
 _ROWS_AT_ONCE = 512
 _NAMES = ("out", "lse", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """Queries and keys. distance: from the first key to the first query. documents: their tokens, side by side."""
+    """Queries and keys. distance: from the first key to the first query. documents: their tokens, side by side.
+
+    keys_of: keys of each document, which all its queries see, if they are others.
+    """
 
     name: str
     queries: int
@@ -40,6 +44,7 @@ class Call:
     distance: int = 0
     documents: tuple[int, ...] | None = None
     padding: int = 0
+    keys_of: tuple[int, ...] | None = None
 
     def seen(self, device: torch.device) -> Tensor:
         """Return the mask (queries, keys) of seen keys. Shares no code with the kernels."""
@@ -49,9 +54,11 @@ class Call:
         if self.window is not None:
             seen &= gap < self.window
         if self.documents is not None:
-            lengths = torch.tensor(self.documents, device=device)
-            document = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-            seen &= document[:, None] == document
+            of_queries, of_keys = (
+                torch.arange(len(each), device=device).repeat_interleave(torch.tensor(each, device=device))
+                for each in (self.documents, self.keys_of or self.documents)
+            )
+            seen &= of_queries[:, None] == of_keys
         return seen
 
 
@@ -79,6 +86,8 @@ def _calls(kernel: BlockKernel, needs: AttentionNeeds, device: torch.device) -> 
         for window in (None, _WINDOW) if needs.windowed else (None,):
             name = f"documents of 1 to {max(_RAGGED)} tokens" + (f", window of {window}" if window else "")
             yield kernel, _pack(name, _RAGGED, window=window)
+        name, queries, keys = "documents of other keys", sum(_RAGGED), sum(_KEYS_OF)
+        yield kernel, Call(name=name, queries=queries, keys=keys, causal=False, documents=_RAGGED, keys_of=_KEYS_OF)
     if isinstance(kernel, ByLengthKernel) and not torch.are_deterministic_algorithms_enabled():
         for queries, keys in ((_TOKENS, _TOKENS), (_TOKENS // 2, _TOKENS - 37)):
             yield kernel.long, _block(queries, keys, f"{kernel.long.name}, ")
@@ -119,6 +128,9 @@ def _found(kernel: BlockKernel, block: Block, grad_out: Tensor, saved: Saved, ca
     if call.documents is None:
         return *kernel.forward(block), *kernel.backward(grad_out, block, saved)
     assert isinstance(kernel, PackKernel), f"{kernel.name} takes no packs"
+    if call.keys_of is not None:
+        pack = joined_pack(call.documents, call.keys_of, block.q.device)
+        return *kernel.forward_pack(block, pack), *kernel.backward_pack(grad_out, block, saved, pack)
     lengths, where = call.documents[: len(call.documents) - (call.padding > 0)], block.q.device
     how = {"window": call.window, "padding": call.padding, "alone_from": kernel.alone_from}
     parts = []

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
-from lengthwise.attention.packs import Pack, lengths_of
+import torch
+from torch import Tensor
+
+from lengthwise.attention.packs import Pack, joined_pack, lengths_of, rows_of, runs_of, to_device
 from lengthwise.program import ALL_HEADS, BlockTask, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
 
 Shard = tuple[int, int]
@@ -14,14 +18,30 @@ Shard = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedBlocks:
+    """Blocks of several sequences in one call. rows, cols: their queries and keys, as `BlockTask` counts them."""
+
+    piece: int
+    owner: int
+    heads: HeadRange
+    pack: Pack
+    rows: slice | Tensor
+    cols: slice | Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RingStep:
-    """One ring step on one rank. last_used: shards for no later step. packs: packs in place of diagonal tasks."""
+    """One ring step on one rank.
+
+    last_used: shards for no later step. packs, joined: in place of diagonal tasks, and of others.
+    """
 
     sends: tuple[Transfer, ...]
     receives: tuple[Transfer, ...]
     tasks: tuple[BlockTask, ...]
     last_used: tuple[Shard, ...]
     packs: Mapping[HeadRange, tuple[Pack, ...]] = field(default_factory=dict)
+    joined: tuple[JoinedBlocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +59,17 @@ class RingPass:
 
 
 def ring_steps_of(
-    program: MicrobatchProgram, rank: int, packing: Callable[..., tuple[Pack, ...]] | None, *, padding: int = 0
+    program: MicrobatchProgram,
+    rank: int,
+    packing: Callable[..., tuple[Pack, ...]] | None,
+    joining: Callable[[Sequence[BlockTask]], tuple[tuple[BlockTask, ...], tuple[JoinedBlocks, ...]]] | None = None,
+    *,
+    padding: int = 0,
 ) -> tuple[RingPass, RingPass]:
     """Return a rank's (forward, backward) ring steps.
 
-    packing: `pack_documents` with the kernel's and device's arguments, None if the kernel takes no packs. padding: rows
-    after the tokens, a document of packs. Steps without work stay, for the order.
+    packing, joining: `pack_documents` and `join_blocks` with the kernel's and device's arguments, None if the kernel
+    takes no packs. padding: rows after the tokens, a document of packs. Steps without work stay, for the order.
     """
     tasks = [program.tasks(rank, number) for number in range(program.ring_steps)]
     packs: dict[HeadRange, tuple[Pack, ...]] = {}
@@ -58,15 +83,20 @@ def ring_steps_of(
                 packs[heads] = packing(lengths, window=program.window, padding=padded)
         tasks[0] = tuple(task for task in tasks[0] if not task.causal)
     passes = (program.forward_rounds_of(rank), program.backward_rounds_of(rank))
-    forward, backward = (_ring_pass(rounds, tasks, packs) for rounds in passes)
+    calls = [(each, ()) if joining is None else joining(each) for each in tasks]
+    forward, backward = (_ring_pass(rounds, tasks, calls, packs) for rounds in passes)
     return forward, backward
 
 
 def _ring_pass(
-    rounds: Sequence[RankRound], tasks: Sequence[tuple[BlockTask, ...]], packs: Mapping[HeadRange, tuple[Pack, ...]]
+    rounds: Sequence[RankRound],
+    tasks: Sequence[tuple[BlockTask, ...]],
+    calls: Sequence[tuple[tuple[BlockTask, ...], tuple[JoinedBlocks, ...]]],
+    packs: Mapping[HeadRange, tuple[Pack, ...]],
 ) -> RingPass:
     count = max(len(tasks), len(rounds))
     rounds = [*rounds, *[RankRound()] * (count - len(rounds))]
+    calls = [*calls, *[((), ())] * (count - len(calls))]
     tasks = [*tasks, *[()] * (count - len(tasks))]
     last_use: dict[Shard, int] = {}
     for number, (each, blocks) in enumerate(zip(rounds, tasks, strict=True)):
@@ -81,7 +111,8 @@ def _ring_pass(
         RingStep(
             sends=each.sends,
             receives=each.receives,
-            tasks=tasks[number],
+            tasks=calls[number][0],
+            joined=calls[number][1],
             last_used=tuple(last_used[number]),
             packs={} if number else packs,
         )
@@ -89,3 +120,54 @@ def _ring_pass(
     )
     merged = frozenset(task.heads for task in blocks if not task.causal)
     return RingPass(steps=tuple(steps), used=frozenset(last_use), summed=frozenset(summed), merged=merged)
+
+
+def join_blocks(
+    tasks: Sequence[BlockTask], *, device: torch.device, full_from: int | None
+) -> tuple[tuple[BlockTask, ...], tuple[JoinedBlocks, ...]]:
+    """Return the blocks of a ring step that stay alone, and calls of several. full_from: see `PackKernel`.
+
+    Blocks with a mask stay alone. A call has each query and each key once, so that one merge takes its results.
+    """
+    alone, sets = list[BlockTask](), list[list[BlockTask]]()
+    for task in tasks:
+        is_long = full_from is not None and min(_sizes(task)) >= full_from
+        if is_long or task.causal or task.window is not None:
+            alone.append(task)
+            continue
+        fitting = next((each for each in sets if _follows(each[-1], task)), None)
+        if fitting is None:
+            sets.append([task])
+        else:
+            fitting.append(task)
+    runs = [[each[number] for number in run] for each in sets for run in runs_of([max(_sizes(one)) for one in each])]
+    alone += [run[0] for run in runs if len(run) == 1]
+    return tuple(alone), tuple(_joined(run, device) for run in runs if len(run) > 1)
+
+
+def _sizes(task: BlockTask) -> tuple[int, int]:
+    return task.q_stop - task.q_start, task.kv_stop - task.kv_start
+
+
+def _follows(before: BlockTask, task: BlockTask) -> bool:
+    is_same = (before.piece, before.owner, before.heads) == (task.piece, task.owner, task.heads)
+    return is_same and before.q_stop <= task.q_start and before.kv_stop <= task.kv_start
+
+
+def _joined(tasks: Sequence[BlockTask], device: torch.device) -> JoinedBlocks:
+    first, (queries, keys) = tasks[0], zip(*map(_sizes, tasks), strict=True)
+    return JoinedBlocks(
+        piece=first.piece,
+        owner=first.owner,
+        heads=first.heads,
+        pack=joined_pack(queries, keys, device),
+        rows=_places([range(each.q_start, each.q_stop) for each in tasks], device),
+        cols=_places([range(each.kv_start, each.kv_stop) for each in tasks], device),
+    )
+
+
+def _places(spans: Sequence[range], device: torch.device) -> slice | Tensor:
+    """Return the rows of spans: a slice if nothing lies between them."""
+    if all(one.stop == other.start for one, other in pairwise(spans)):
+        return slice(spans[0].start, spans[-1].stop)
+    return to_device(rows_of([each.start for each in spans], [len(each) for each in spans]), device)

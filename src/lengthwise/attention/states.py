@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.attention.mixing import Join, LocalSpans
+from lengthwise.attention.partials import wide
 from lengthwise.program import Content, Transfer
 
 
@@ -206,39 +207,32 @@ def scan_spans(spans: LocalSpans, tokens: Mapping[str, Tensor], scan: Scan) -> T
 
     tokens: inputs of the scan, (1, rows, ...). Returns (1, rows, ...).
     """
-    lengths = spans.lengths
-    parts = {name: x.split(lengths, dim=1) for name, x in tokens.items()}
-    outs, ends = dict[int, Tensor](), dict[int, Tensor]()
-    for group in spans.whole:
-        part, before = [lengths[number] for number in group.numbers], [ends[parent] for parent in group.parents]
-        tokens_of, start = _taken(parts, group.numbers), torch.cat(before) if before else None
-        out, states = scan.run(tokens_of, part, before=start, states=group.are_continued)
-        outs.update(zip(group.numbers, out.split(part, dim=1), strict=True))
+    lengths, parts = spans.lengths, {name: spans.grouped(x) for name, x in tokens.items()}
+    outs, ends = list[Tensor](), None
+    for number, group in enumerate(spans.whole):
+        of_group = {name: each[number] for name, each in parts.items()}
+        before = None if ends is None or not group.parents else ends[spans.index(number, group.parents, ends.device)]
+        sizes = [lengths[each] for each in group.numbers]
+        out, states = scan.run(of_group, sizes, before=before, states=group.are_continued)
+        outs.append(out)
         if states is not None:
-            wide = torch.promote_types(states.dtype, torch.float32)  # in which gradients of all that continue add up
-            ends.update(zip(group.numbers, states.to(wide).split(1), strict=True))
-    cut = [number for number, is_cut in enumerate(spans.is_cut) if is_cut]
-    if not cut:
-        return torch.cat([outs[number] for number in sorted(outs)], dim=1)
-    cut_lengths = [lengths[number] for number in cut]
-    opened = scan.open(_taken(parts, cut), cut_lengths)
-    outs.update(zip(cut, opened.out.split(cut_lengths, dim=1), strict=True))
-    readers = dict(zip(cut, opened.reader.split(cut_lengths, dim=1), strict=True))
+            ends = states.to(wide(states.dtype))  # in which gradients of all that continue add up
+    if not spans.cut:
+        return spans.ungrouped(outs)
+    cut_lengths = [lengths[number] for number in spans.cut]
+    opened = scan.open({name: each[-1] for name, each in parts.items()}, cut_lengths)
+    readers = dict(zip(spans.cut, opened.reader.split(cut_lengths, dim=1), strict=True))
     slots = [each for piece in spans.cut_pieces.values() for each in (piece.low, piece.high) if each]
-    place = {number: where for where, number in enumerate(cut)}
+    place = {number: where for where, number in enumerate(spans.cut)}
     by_span = opened.a.split(1), opened.b.split(1)
     maps = [torch.cat([x[place[number]] for number in slot]) for slot in slots for x in by_span]
-    numbers = sorted(outs)
-    kind = opened.out.device.type
-    with torch.autocast(kind, enabled=False):
-        rows, *states = _States.apply(torch.cat([outs[n] for n in numbers], dim=1), spans, scan.is_matrix, *maps)
-        outs = dict(zip(numbers, rows.split([lengths[number] for number in numbers], dim=1), strict=True))
-        for slot, state in zip(slots, states, strict=True):
-            for number, before in zip(slot, state.split(1), strict=True):
-                added = scan.read(readers[number].to(before.dtype), before)
-                outs[number] = (outs[number] + added).to(rows.dtype)
-        return torch.cat([outs[number] for number in numbers], dim=1)
-
-
-def _taken(parts: Mapping[str, Sequence[Tensor]], numbers: Sequence[int]) -> dict[str, Tensor]:
-    return {name: torch.cat([each[number] for number in numbers], dim=1) for name, each in parts.items()}
+    with torch.autocast(opened.out.device.type, enabled=False):
+        rows, *states = _States.apply(torch.cat([*outs, opened.out], dim=1), spans, scan.is_matrix, *maps)
+        added = {
+            number: scan.read(readers[number].to(before.dtype), before)
+            for slot, state in zip(slots, states, strict=True)
+            for number, before in zip(slot, state.split(1), strict=True)
+        }
+        *whole, cut = rows.split(spans.sizes, dim=1)
+        cut = cut + torch.cat([added[number] for number in spans.cut], dim=1)
+        return spans.ungrouped([*whole, cut.to(rows.dtype)])

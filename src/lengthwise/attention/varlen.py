@@ -8,6 +8,7 @@ misread.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -62,7 +63,7 @@ class VarlenOps(Protocol):
 class VarlenKernel:
     """A `PackKernel` over varlen calls."""
 
-    alone_from = None
+    alone_from = full_from = None
 
     def __init__(self, ops: VarlenOps, *, token_multiple: int = TOKEN_MULTIPLE) -> None:
         self.name, self.caps_scores, self.token_multiple, self._ops = ops.name, ops.caps_scores, token_multiple, ops
@@ -97,10 +98,9 @@ class VarlenKernel:
 
 def _one(block: Block) -> Documents:
     q, k, mask = block.q, block.k, block.mask
-    borders = [torch.arange(0, len(x) + 1, len(x), dtype=torch.int32, device=x.device) for x in (q, k)]
     return Documents(
-        cu_seqlens_q=borders[0],
-        cu_seqlens_k=borders[1],
+        cu_seqlens_q=_border(len(q), q.device),
+        cu_seqlens_k=_border(len(k), k.device),
         max_seqlen_q=len(q),
         max_seqlen_k=len(k),
         causal=block.causal if mask is None else mask.causal,
@@ -108,13 +108,19 @@ def _one(block: Block) -> Documents:
     )
 
 
+@lru_cache(maxsize=256)  # blocks of all layers and passes have the same few lengths
+def _border(length: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # a later backward reads it
+        return torch.arange(0, length + 1, length, dtype=torch.int32, device=device)
+
+
 def _all(pack: Pack) -> Documents:
     return Documents(
         cu_seqlens_q=pack.cu_seqlens,
-        cu_seqlens_k=pack.cu_seqlens,
+        cu_seqlens_k=pack.cu_seqlens if pack.keys is None else pack.keys,
         max_seqlen_q=pack.max_seqlen,
-        max_seqlen_k=pack.max_seqlen,
-        causal=True,
+        max_seqlen_k=pack.max_keys or pack.max_seqlen,
+        causal=pack.keys is None,
         window_left=None if pack.window is None else pack.window - 1,
     )
 

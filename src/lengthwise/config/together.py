@@ -55,7 +55,7 @@ class Together:
         return ConfigError(self.key, expected=expected, got=plain(values[self.key]), remedy=self.remedy)
 
 
-_ON, _AT_START, _GIVEN = Values((True,)), Values(("auto",)), Values((None,), are_others=True)
+_AT_START, _GIVEN = Values(("auto",)), Values((None,), are_others=True)
 _CUT, _STAGES = ("shard", Values(("zero3", "hybrid"))), ("stages", Values((1,), are_others=True))
 _OFF = "Take {} out.".format
 _INSIDE_NODES = "hybrid alone shards inside nodes"
@@ -77,7 +77,6 @@ TABLE = (
         "Take measurements out, or measure under zero1 with `lengthwise profile`.",
         doors=(RUN_FILE,),
     ),
-    Together("compile", _ON, *_CUT, "false", _OFF("compile")),
     Together(
         *("virtual", Values((1,), are_others=True), "stages", Values((1,)), "1"),
         "Add `stages`, or take virtual out.",

@@ -113,8 +113,9 @@ class SlicedOptimizer:
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply the sum of the gradients by a factor."""
-        self.parameters.grad_shard.mul_(factor)
-        self._is_behind = self.offloads
+        if factor != 1.0:  # most steps are not clipped
+            self.parameters.grad_shard.mul_(factor)
+            self._is_behind = self.offloads
 
     def zero_grad(self) -> None:
         """Clear all gradients of this rank: of the slices, and of the parameters they are summed from."""

@@ -224,7 +224,8 @@ class Parameters:
         if self._order is not None:  # a step that ends early: other ranks wait in these sums
             self.reduce_gradients()
         self.grads.zero_()
-        self.grad_shard.zero_()
+        if self.grad_shard is not self.grads:
+            self.grad_shard.zero_()
         self._is_summed = False
         self.stage.clear()
 

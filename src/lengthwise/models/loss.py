@@ -148,14 +148,20 @@ class _ChunkedLoss(torch.autograd.Function):
         total = torch.zeros((), dtype=wide, device=hidden.device)
         wanted = any(ctx.needs_input_grad)
         by_hidden = torch.zeros_like(hidden) if wanted else None
-        by_parameter = [torch.zeros_like(each, dtype=wide) for each in parameters] if wanted else []
+        by_parameter: list[Tensor | None] = [None] * len(parameters)
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
-            into = None if by_hidden is None else (by_hidden[part], *by_parameter)
             weighed = None if weights is None else weights[part]
-            total += _take_chunk(hidden[part], labels[part], weighed, logits, parameters, into)
+            loss, found = _take_chunk(hidden[part], labels[part], weighed, logits, parameters, wanted=wanted)
+            total += loss
+            if by_hidden is not None:
+                assert found[0] is not None, "logits follow from hidden states"
+                by_hidden[part] = found[0]
+                by_parameter = [_sum(*each) for each in zip(by_parameter, found[1:], strict=True)]
+            del found  # before others are made
         if by_hidden is not None:
-            narrow = [each.to(own.dtype) for each, own in zip(by_parameter, parameters, strict=True)]
+            sums = zip(by_parameter, parameters, strict=True)
+            narrow = [torch.zeros_like(own) if each is None else each.to(own.dtype) for each, own in sums]
             ctx.made = [by_hidden, *narrow]
         return total
 
@@ -173,16 +179,19 @@ def _take_chunk(
     weights: Tensor | None,
     logits: Callable[[Tensor], Tensor],
     parameters: Sequence[Tensor],
-    into: Sequence[Tensor] | None,
-) -> Tensor:
-    """Return the loss of a chunk, and add its gradients to `into`."""
-    with torch.set_grad_enabled(into is not None):
-        chunk = hidden.detach().requires_grad_(into is not None)
+    *,
+    wanted: bool,
+) -> tuple[Tensor, Sequence[Tensor | None]]:
+    """Return the loss of a chunk, and its gradients of hidden states and parameters if they are wanted."""
+    with torch.set_grad_enabled(wanted):
+        chunk = hidden.detach().requires_grad_(wanted)
         loss = token_loss(logits(chunk), labels, weights)
-    if into is not None:
-        found = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True)
-        into[0].copy_(found[0])
-        for gradient, more in zip(into[1:], found[1:], strict=True):
-            if more is not None:
-                gradient += more
-    return loss.detach()
+    found = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True) if wanted else ()
+    return loss.detach(), found
+
+
+def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
+    """Add a chunk's gradient in fp32 or wider; the first one is written, not added to zeros."""
+    if total is None or more is None:
+        return total if more is None else more.to(torch.promote_types(more.dtype, torch.float32), copy=True)
+    return total.add_(more)
