@@ -58,6 +58,7 @@ class Together:
 _ON, _AT_START, _GIVEN = Values((True,)), Values(("auto",)), Values((None,), are_others=True)
 _CUT, _STAGES = ("shard", Values(("zero3", "hybrid"))), ("stages", Values((1,), are_others=True))
 _OFF = "Take {} out.".format
+_PACKED = "several weights share a byte, and blocks of them a scale"
 _INSIDE_NODES = "hybrid alone shards inside nodes"
 
 TABLE = (
@@ -78,6 +79,14 @@ TABLE = (
         doors=(RUN_FILE,),
     ),
     Together("compile", _ON, *_CUT, "false", _OFF("compile")),
+    Together("quantization", _GIVEN, *_CUT, "none", "Take shard out: every rank has the whole base.", why=_PACKED),
+    Together("quantization", _GIVEN, *_STAGES, "none", _OFF("stages"), why=_PACKED),
+    Together(
+        *("quantization", _GIVEN, "lora", Values((None,)), "none"),
+        "Add for example `lora: {r: 16}`.",
+        why="quantized weights do not train",
+        doors=(RUN_FILE,),
+    ),
     Together(
         *("virtual", Values((1,), are_others=True), "stages", Values((1,)), "1"),
         "Add `stages`, or take virtual out.",

@@ -279,7 +279,8 @@ def _expected(
 
     def gradients_of(precision: str, kernel: str) -> Reference:
         model = _build(job, attention=first if kernel == "flash" else kernel).to(device)
-        for parameter in model.parameters() if dtype == torch.bfloat16 else ():
+        rounded = [each for each in model.parameters() if each.is_floating_point() and dtype == torch.bfloat16]
+        for parameter in rounded:
             parameter.data = parameter.data.to(dtype).float()
         with sdpa_kernel(_NOT_CUDNN) if kernel == "flash" else nullcontext():
             return plain_gradients(
