@@ -250,7 +250,7 @@ def cost_of(settings: SessionSettings, ranks: int) -> tuple[Cost, str | None]:
         how |= {"threads": threads, "on_gpus": settings.on_gpus}
         return cost_from_measurements(measurements, trained.shape, **how), None
     name, note = hardware_of_gpu(torch.cuda.get_device_name(device)) if settings.on_gpus else ("cpu", None)
-    return base_cost(trained.shape, name, **how), note
+    return base_cost(trained.shape, name, **how, quantization=trained.quantization), note
 
 
 def planning_of(
