@@ -67,7 +67,9 @@ def test_adapters_train_as_in_the_plain_loop(tmp_path, how, ranks, options):
 
 def test_a_quantized_base_counts_its_bytes(tmp_path):
     model = quantized_model(write_model(tmp_path), NF4)
-    with Session(model, SGD([each for each in model.parameters() if each.requires_grad]), capacity_tokens=64) as session:
+    with Session(
+        model, SGD([each for each in model.parameters() if each.requires_grad]), capacity_tokens=64
+    ) as session:
         trained = session.settings.trained
     state = model.get_base_model().state_dict()
     held = sum(each.nbytes for name, each in state.items() if "lora" not in name and "quant_" not in name)
@@ -78,7 +80,6 @@ def test_a_quantized_base_counts_its_bytes(tmp_path):
     ("how", "options", "words"),
     [
         (NF4, {"shard": "zero3"}, "several weights share a byte"),
-        (NF4, {"stages": 2}, "several weights share a byte"),
         (BitsAndBytesConfig(load_in_8bit=True), {}, "llm_int8_threshold=6.0"),
     ],
 )

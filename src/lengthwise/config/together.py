@@ -88,6 +88,12 @@ TABLE = (
         doors=(RUN_FILE,),
     ),
     Together(
+        *("quantization", _GIVEN, "precision", Values(("fp64",)), "none"),
+        "Set precision: fp32.",
+        why="bitsandbytes computes in fp32 at most",
+        doors=(RUN_FILE,),
+    ),
+    Together(
         *("virtual", Values((1,), are_others=True), "stages", Values((1,)), "1"),
         "Add `stages`, or take virtual out.",
     ),

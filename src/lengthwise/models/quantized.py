@@ -114,11 +114,11 @@ def _how(layer: Any) -> dict[str, Any]:
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Let 4-bit layers return weights and products in this dtype."""
+    """Let 4-bit layers make weights and products in this dtype, or in fp32, the widest that bitsandbytes has."""
+    dtype = torch.float32 if dtype == torch.float64 else dtype
     for layer in layers_of(model):
         if (state := getattr(layer.weight, "quant_state", None)) is not None:
-            layer.compute_dtype, layer.compute_type_is_set = dtype, True
-            state.dtype = torch.float32 if dtype == torch.float64 else dtype
+            layer.compute_dtype, layer.compute_type_is_set, state.dtype = dtype, True, dtype
 
 
 def _scales(layer: Any) -> list[Tensor]:

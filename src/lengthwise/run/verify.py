@@ -213,7 +213,7 @@ def _run_plan(
     parameters, engine = session.optimizer.parameters, session.engine
     if rounds_to is not None:
         parameters.published()
-        for values in parameters.read_by_forward():
+        for values in filter(torch.is_floating_point, parameters.read_by_forward()):
             values.copy_(values.to(rounds_to))
     session.runner.end = _Comparison()
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
