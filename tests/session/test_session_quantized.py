@@ -17,6 +17,8 @@ from tiers import more
 
 pytest.importorskip("bitsandbytes")
 disable_progress_bar()
+# peft itself asks transformers for a property that is going out of use.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 STEPS = [rows_of([97, 13], 0), rows_of([30, 9, 64], 1)]
