@@ -40,7 +40,7 @@ from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.quantized import loading_config, replace_layers
 from lengthwise.models.text_part import has_towers, layer_configs, left_alone, text_config, text_part, whole_model
-from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_names, holds_weights
+from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_line, first_names, holds_weights
 
 # Experts one by one: Hugging Face's grouped products do not support fp64, and round differently by number of tokens.
 EXPERTS = "eager"
@@ -198,14 +198,13 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     if not stored:
         with _parameters_on_meta():
             made = _class_of(source.config).from_config(copy.deepcopy(source.config), dtype=source.dtype, **computing)
-            if source.quantization is not None:
-                replace_layers(made, source.quantization)
+            replace_layers(made, source.quantization)
         if source.weights:
             _read_generation_config(made, source.name)
         return text_part(made.train())
     if source.weights:
-        quantized = source.quantization and {"quantization_config": loading_config(source.quantization)}
-        return text_part(_load(source, **computing, **(quantized or {})).train())
+        quantized = loading_config(source.quantization)
+        return text_part(_load(source, quantization_config=quantized, **computing).train())
     # A copy, because Hugging Face writes into the config, and one source may build several models.
     config = copy.deepcopy(source.config)
     with torch.random.fork_rng(devices=[]):
@@ -387,11 +386,6 @@ def _unreadable(name: str, error: Exception) -> ConfigError:
     remedy = "Correct the name, or download the model and give its folder."
     got = why_only_cached() if isinstance(error, OSError) and only_cached(name) else first_line(error)
     return ConfigError("model", expected=expected, got=f"{name}: {got}", remedy=remedy)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _where(config: Any) -> str:

@@ -56,12 +56,14 @@ def _outlier_limit(layer: Any) -> float:
     return 0.0 if state is None else state.threshold
 
 
-def loading_config(kind: str) -> BitsAndBytesConfig:
-    """Return the config with which Hugging Face loads a model in nf4, fp4 (scales quantized too) or int8.
+def loading_config(kind: str | None) -> BitsAndBytesConfig | None:
+    """Return the config with which Hugging Face loads a model in nf4, fp4 (scales quantized too), int8, or as it is.
 
     Raises:
         ConfigError: bitsandbytes or accelerate is not installed.
     """
+    if kind is None:
+        return None
     try:
         import accelerate  # noqa: F401
         import bitsandbytes  # noqa: F401
@@ -74,9 +76,11 @@ def loading_config(kind: str) -> BitsAndBytesConfig:
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True)
 
 
-def replace_layers(model: Any, kind: str) -> None:
+def replace_layers(model: Any, kind: str | None) -> None:
     """Put empty quantized layers into a model on the meta device, where Hugging Face's loading puts them."""
-    quantizer = AutoHfQuantizer.from_config(loading_config(kind), pre_quantized=False)
+    if kind is None:
+        return
+    quantizer: Any = AutoHfQuantizer.from_config(loading_config(kind), pre_quantized=False)
     quantizer.preprocess_model(model, device_map=None)
     quantizer.postprocess_model(model)
 

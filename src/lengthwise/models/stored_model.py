@@ -69,16 +69,14 @@ class StoredModel:
         problems.raise_all()
         problems.attempt(lambda: check_weights(self.source))
         problems.attempt(lambda: check_lora(self.source, self.lora))
-        problems.attempt(lambda: self._check_quantization())
+        problems.attempt(self._check_quantization)
         problems.raise_all()
 
     def _check_quantization(self) -> None:
-        if self.source.quantization is not None:
-            loading_config(self.source.quantization)
-            if has_towers(self.source.config):
-                expected, got = "a model of text alone", f"{self.source.name}, which has towers"
-                remedy = "Load it quantized in your own script, and give it to a Session or a Trainer."
-                raise ConfigError("quantization", expected=expected, got=got, remedy=remedy)
+        if loading_config(self.source.quantization) is not None and has_towers(self.source.config):
+            expected, got = "a model of text alone", f"{self.source.name}, which has towers"
+            remedy = "Load it quantized in your own script, and give it to a Session or a Trainer."
+            raise ConfigError("quantization", expected=expected, got=got, remedy=remedy)
 
     def check_room(self) -> None:
         """Check that one process can read the whole model: in fp32, the dtype of loading, unless it is quantized.
