@@ -2,6 +2,7 @@
 
 import os
 
+import datasets
 import torch
 from peft import LoraConfig
 from tiny import chats, model, tokenizer
@@ -11,6 +12,7 @@ from trl import SFTConfig
 
 from lengthwise.integrations.trl import SFTTrainer
 
+datasets.disable_progress_bars()
 disable_progress_bar()
 on_gpus = torch.cuda.is_available()
 folder = "runs/qlora/base"  # of your own: the name of a model, such as Qwen/Qwen3-8B, and its tokenizer

@@ -44,7 +44,7 @@ def base_of(model):
     [
         (NF4, 3, {"capacity": 48}),
         (INT8, 2, {"recompute": "layer"}),
-        more(FP4, 1, {"recompute": "layer"}),
+        more(FP4, 1, {"recompute": "layer", "capacity": 128}),
         more(NF4, 2, {"recompute": "all_but_attention"}),
     ],
 )
