@@ -1,4 +1,7 @@
-"""QLoRA as TRL has it, planned: adapters on a base in 4 bits. On 8 GPUs: torchrun --nproc-per-node 8 qlora.py"""
+"""QLoRA as TRL has it, planned: adapters on a base in 4 bits.
+
+On 8 GPUs: torchrun --nproc-per-node 8 qlora.py
+"""
 
 import os
 
@@ -15,7 +18,7 @@ from lengthwise.integrations.trl import SFTTrainer
 datasets.disable_progress_bars()
 disable_progress_bar()
 on_gpus = torch.cuda.is_available()
-folder = "runs/qlora/base"  # of your own: the name of a model, such as Qwen/Qwen3-8B, and its tokenizer
+folder = "runs/qlora/base"  # or a model of the hub, such as Qwen/Qwen3-8B
 model().save_pretrained(folder)
 trainer = SFTTrainer(
     model=folder,

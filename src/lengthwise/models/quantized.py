@@ -78,9 +78,10 @@ def loading_config(kind: str | None) -> BitsAndBytesConfig | None:
 
 def replace_layers(model: Any, kind: str | None) -> None:
     """Put empty quantized layers into a model on the meta device, where Hugging Face's loading puts them."""
-    if kind is None:
+    config: Any = loading_config(kind)
+    if config is None:
         return
-    quantizer: Any = AutoHfQuantizer.from_config(loading_config(kind), pre_quantized=False)
+    quantizer: Any = AutoHfQuantizer.from_config(config, pre_quantized=False)
     quantizer.preprocess_model(model, device_map=None)
     quantizer.postprocess_model(model)
 
