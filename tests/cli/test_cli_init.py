@@ -21,14 +21,19 @@ def rows(path, number=40):
     return path
 
 
-def test_the_whole_model_where_it_fits_else_adapters(tmp_path, capsys):
+def test_the_whole_model_where_it_fits_else_adapters_else_in_4_bits(tmp_path, capsys):
     data = rows(tmp_path / "deep rows.jsonl")
-    asked = [("Qwen/Qwen3-8B", 8, False, 1e-5), ("meta-llama/Llama-3.1-8B-Instruct", 1, True, 2e-4)]
-    for model, gpus, adapters, rate in asked:
+    asked = [
+        ("Qwen/Qwen3-8B", 8, False, 1e-5, None),
+        ("llama-3.1-70b", 1, True, 2e-4, "nf4"),
+        ("meta-llama/Llama-3.1-8B-Instruct", 1, True, 2e-4, None),
+    ]
+    for model, gpus, adapters, rate, quantization in asked:
         assert call("init", "--model", model, "--gpus", gpus, "--data", data, "--out", "run.yaml", "--force") == 0
         config = load_config(tmp_path / "run.yaml", [])
         assert config.model == model
         assert (config.lora is not None) == adapters
+        assert config.quantization == quantization
         assert config.optimizer.lr == rate
         assert config.precision == "auto"
         assert config.data[0].path == data

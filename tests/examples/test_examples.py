@@ -11,6 +11,8 @@ COMPARED = {name for path in FOLDER.glob("*_plain.py") for name in (path.stem, p
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path.stem not in {"tiny", *COMPARED})
 
 
+# TRL and peft themselves use names of transformers that are going out of use.
+@pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(example: Path, tmp_path: Path, monkeypatch, capfd) -> None:
     """In this process, to spare it the imports: warnings are errors here, too."""

@@ -1,6 +1,7 @@
 """`lora` of the run file: verify, train and go on."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -54,3 +55,28 @@ def test_lora_goes_on_from_the_adapter_that_it_saved(tmp_path):
     assert all(torch.equal(more[name], each) for name, each in saved.items())
     assert losses(tmp_path / "more")[0] < losses(first)[0]
     assert call("train", tmp_path / "run.yaml", "--ranks", 2, "--overwrite", "--set", "output=out") == 2
+
+
+def test_qlora_verifies_trains_and_resumes(tmp_path, capsys):
+    """The ranks other than 0 get the quantized base from it."""
+    pytest.importorskip("bitsandbytes")
+    keys = {"quantization": "nf4", "precision": "fp32", "capacity_tokens": 48}
+    path = run_file(tmp_path, global_batch={"sequences": 8}, **keys)
+    assert call("verify", path, "--ranks", 2) == 0
+    assert "PASS" in capsys.readouterr().out
+    whole = run_file(tmp_path, **keys, steps=2, checkpoint={"every_steps": 1}, output="whole")
+    assert call("train", whole, "--ranks", 2) == 0
+    checkpoint = tmp_path / "whole/checkpoints/step-000001"
+    base = sum(each.stat().st_size for each in (tmp_path / "model").glob("*.safetensors"))
+    assert sum(each.stat().st_size for each in checkpoint.iterdir()) < base
+    saved = load_file(tmp_path / "whole/model/adapter_model.safetensors")
+    for later in ("checkpoints/step-000002", "model"):
+        shutil.rmtree(tmp_path / "whole" / later)
+    assert call("train", whole, "--ranks", 2, "--resume") == 0
+    again = load_file(tmp_path / "whole/model/adapter_model.safetensors")
+    assert all(torch.equal(again[name], each) for name, each in saved.items())
+
+
+def test_a_quantized_model_without_adapters_is_refused(tmp_path, capsys):
+    assert call("train", run_file(tmp_path, lora=None, quantization="nf4")) == 2
+    assert "quantized weights do not train" in capsys.readouterr().err

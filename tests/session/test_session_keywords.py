@@ -6,6 +6,7 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from testing.small import small_model
 from torch.optim import SGD
 
@@ -23,7 +24,11 @@ TRIED = {
     "shard": ("zero3",),
     "stages": (2, 1),
     "optimizer": (None,),
+    "quantization": ("nf4",),
+    "lora": (None,),
+    "precision": ("fp64",),
 }
+OF_MODEL = {"optimizer", "quantization"}  # no keywords
 
 
 def run_file(values):
@@ -32,8 +37,10 @@ def run_file(values):
 
 def session(values):
     model = small_model(torch.float32)
+    if kind := values.get("quantization"):
+        model.model.layers[0].mlp.up_proj = Linear4bit(8, 8, quant_type=kind).to("cpu")
     optimizer = None if "optimizer" in values else SGD(model.parameters())
-    Session(model, optimizer, **{name: value for name, value in values.items() if name != "optimizer"})
+    Session(model, optimizer, **{name: value for name, value in values.items() if name not in OF_MODEL})
 
 
 def refused(door, values):

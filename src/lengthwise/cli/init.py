@@ -137,6 +137,8 @@ class Init:
                 f"# The whole model takes {_gigabytes(chosen.whole_bytes)} of a GPU's {device}; adapters: {state}.",
                 "lora: {r: 16, lora_alpha: 32}  # pip install 'peft>=0.21'",
             ]
+        if chosen.quantization is not None:
+            lines.append(f"quantization: {chosen.quantization}  # the frozen base; pip install 'lengthwise[qlora]'")
         lines += [
             "optimizer:",
             f"  lr: {chosen.learning_rate:g}  # the usual start for {kind}; also try a third and three times of it",

@@ -363,12 +363,13 @@ class PlanCommand:
             return cost
         if shape is None or hardware is None:
             return None
+        of_model: dict[str, Any] = {"adapters": adapters, "quantization": config and config.quantization}
         if config is not None and self._plans_as_training:
             precision = config.precision_on(gpus=hardware.compute_dtype_bytes == 2)
-            return base_cost(shape, hardware.name, precision=precision, adapters=adapters, stages=stages)
+            return base_cost(shape, hardware.name, precision=precision, stages=stages, **of_model)
         if config is not None and config.precision != "auto":
             hardware = replace(hardware, compute_dtype_bytes=DTYPE_BYTES[config.precision])
-        return all_terms_cost(shape, hardware, adapters=adapters, stages=stages)
+        return all_terms_cost(shape, hardware, stages=stages, **of_model)
 
     def _lengths(self, inputs: PlanInput) -> tuple[list[int], int | None, int]:
         """Return (lengths to plan, context that a fixed mesh must hold, largest number of tokens of a global batch)."""

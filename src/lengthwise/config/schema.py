@@ -83,6 +83,11 @@ class RunConfig(TrainingSettings, _Training):
         default=None,
         description="{r: 16, ...}: train LoRA adapters on the frozen model; default null (train the whole model)",
     )
+    quantization: Literal["nf4", "fp4", "int8"] | None = Field(
+        default=None,
+        description="nf4, fp4 (4 bits) or int8: load the frozen model quantized by bitsandbytes, all linear layers but "
+        "the output head; beside lora (QLoRA); default null (not quantized)",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto (GPUs if there are any), cpu or cuda; default auto"
     )

@@ -58,6 +58,7 @@ class Together:
 _AT_START, _GIVEN = Values(("auto",)), Values((None,), are_others=True)
 _CUT, _STAGES = ("shard", Values(("zero3", "hybrid"))), ("stages", Values((1,), are_others=True))
 _OFF = "Take {} out.".format
+_PACKED = "several weights share a byte, and blocks of them a scale"
 _INSIDE_NODES = "hybrid alone shards inside nodes"
 
 TABLE = (
@@ -75,6 +76,20 @@ TABLE = (
     Together(
         *("measurements", _AT_START, *_CUT, "off, or a file of `lengthwise profile`"),
         "Take measurements out, or measure under zero1 with `lengthwise profile`.",
+        doors=(RUN_FILE,),
+    ),
+    Together("quantization", _GIVEN, *_CUT, "none", "Take shard out: every rank has the whole base.", why=_PACKED),
+    Together("quantization", _GIVEN, *_STAGES, "none", _OFF("stages"), why=_PACKED),
+    Together(
+        *("quantization", _GIVEN, "lora", Values((None,)), "none"),
+        "Add for example `lora: {r: 16}`.",
+        why="quantized weights do not train",
+        doors=(RUN_FILE,),
+    ),
+    Together(
+        *("quantization", _GIVEN, "precision", Values(("fp64",)), "none"),
+        "Set precision: fp32.",
+        why="bitsandbytes computes in fp32 at most",
         doors=(RUN_FILE,),
     ),
     Together(

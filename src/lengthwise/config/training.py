@@ -170,9 +170,11 @@ class TrainingSettings(Settings):
         ratio = 0.0 if self.offload is None else self.offload.ratio
         return float(ratio == "auto") if isinstance(ratio, str) else ratio
 
-    @property
-    def keeps_whole(self) -> str | None:
-        """The setting, as `key: value`, that needs whole parameters on each rank, or None."""
-        sharded = broken({**vars(self), "shard": "hybrid"}, self.door)
-        key = next((rule.key for rule in sharded if rule.beside == "shard"), None)
-        return None if key is None else f"{key}: {plain(getattr(self, key))}"
+    def keeps_whole(self, **of_model: object) -> str | None:
+        """Return the setting, as `key: value`, that needs whole parameters on each rank, or None.
+
+        of_model: values that a session finds in its model, such as `quantization`.
+        """
+        values = {**vars(self), **of_model, "shard": "hybrid"}
+        key = next((rule.key for rule in broken(values, self.door) if rule.beside == "shard"), None)
+        return None if key is None else f"{key}: {plain(values[key])}"

@@ -164,6 +164,17 @@ class ModelShape:
         return self.linear_params + self._matrices * self.hidden * idle + tables
 
     @property
+    def quantized_params(self) -> int:
+        """Number of parameters in linear layers that a quantization packs: not the head, and no experts."""
+        experts = self._matrices * self.hidden * self.num_mlp * self.intermediate * self.experts_per_token
+        return self.linear_params - self.hidden * self.vocab - experts * (self.experts > 1)
+
+    @property
+    def largest_matrix(self) -> int:
+        """Number of parameters of the largest linear layer but the head."""
+        return self.hidden * max(self.intermediate, self.heads * self.head_dim)
+
+    @property
     def _matrices(self) -> int:
         return 3 if self.gated else 2
 

@@ -14,17 +14,26 @@ from lengthwise.cost.analytic import GRADIENT_BYTES, PASSES, STATE_BYTES, analyt
 from lengthwise.cost.capacity import host_share_bytes, step_memory
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.links import Link
+from lengthwise.cost.memory import QUANTIZED_BYTES
 from lengthwise.cost.passes import PassShares
 from lengthwise.cost.terms import Cost
 
 _BACKWARD_ATTENTION = 2.5  # FLOPs of backward over those of forward
 
 
-def all_terms_cost(shape: ModelShape, hardware: Hardware, *, stages: int = 1, adapters: int | None = None) -> Cost:
+def all_terms_cost(
+    shape: ModelShape,
+    hardware: Hardware,
+    *,
+    stages: int = 1,
+    adapters: int | None = None,
+    quantization: str | None = None,
+) -> Cost:
     """Return the costs of a model on a kind of device, for ranks of `stages` devices each.
 
     adapters: number of parameters that train in place of the model's own, which then have no gradients (default: all
-    train).
+    train). quantization: kind of the frozen linear layers, which every pass of a microbatch reads, and writes and reads
+    again in the compute type.
 
     Raises:
         ConfigError: `stages` exceeds the layers.
@@ -44,6 +53,10 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, stages: int = 1, ad
         added = adapters / shape.linear_params
         linear = 2 / 3 + added
         linear_forward = (1 + added) / 3 / linear
+    unpacked = 0.0
+    if quantization is not None:
+        moved = PASSES * shape.quantized_params * (QUANTIZED_BYTES[quantization] + 2 * dtype_bytes)
+        unpacked = moved / hardware.memory_bytes_per_second
     forward = PassShares(
         attention=1 / (1 + _BACKWARD_ATTENTION), linear=linear_forward, ring=ring_forward, exchange=0.5
     )
@@ -51,7 +64,7 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, stages: int = 1, ad
         plain,
         quadratic_seconds=plain.quadratic_seconds / stages,
         linear_seconds=linear * plain.linear_seconds / stages,
-        fixed_seconds=plain.fixed_seconds / stages,
+        fixed_seconds=plain.fixed_seconds / stages + unpacked,
         cut_seconds=plain.cut_seconds / stages,
         block_efficiency=hardware.block_efficiency,
         ring_efficiency=hardware.ring_efficiency,
@@ -82,5 +95,6 @@ def all_terms_cost(shape: ModelShape, hardware: Hardware, *, stages: int = 1, ad
         uplink_bytes_per_second=hardware.node_uplink_bytes_per_second,
         version=f"all-terms/1 {shape.name} {hardware.name}"
         + (f" pp{stages}" if stages > 1 else "")
-        + ("" if adapters is None else f" adapters {adapters}"),
+        + ("" if adapters is None else f" adapters {adapters}")
+        + ("" if quantization is None else f" {quantization}"),
     )

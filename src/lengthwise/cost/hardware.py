@@ -25,7 +25,7 @@ _OTHER_GPUS = "h100"
 _MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
 _MOST = 1e30  # limit of numbers here, and its inverse the least: products of a few stay finite
 _NO_NUMBERS = ("name", "source", "block_efficiency", "ring_efficiency", "fused_norms", "kernel", "kernels")
-_OPTIONAL = ("ring_efficiency", "fused_norms", "kernel", "kernels")
+_OPTIONAL = ("memory_bytes_per_second", "ring_efficiency", "fused_norms", "kernel", "kernels")
 _OF_KERNEL = ("attention_efficiency", "block_efficiency", "ring_efficiency")
 _WHOLE = ("ranks_per_node", "compute_dtype_bytes")
 
@@ -59,6 +59,7 @@ class Hardware:
     compute_dtype_bytes: bytes of a number: 2 for bf16, 4 for fp32.
     copy_bytes_per_second: rate between one device and its host, one direction.
     host_copy_bytes_per_second: rate between the host and all devices of the node together.
+    memory_bytes_per_second: rate of the device's own memory, by which quantized weights are unpacked (default 1e12).
     device_bytes, host_bytes: memory of one device, and of a node's host.
     source: source of the numbers.
     fused_norms: True if models run with norms that keep less for backward (`cost.memory`).
@@ -86,6 +87,7 @@ class Hardware:
     device_bytes: float
     host_bytes: float
     source: str
+    memory_bytes_per_second: float = 1e12
     fused_norms: bool = False
     ring_efficiency: Curve = ()
     kernel: str = ""

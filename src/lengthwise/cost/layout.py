@@ -16,7 +16,9 @@ class ModelLayout:
     zero1, zero3 or hybrid. ranks_per_node: ranks that shard them under hybrid, None for all. parameters: number of all
     parameters, tied ones once (default: those of the shape). trained: number of trained ones (default: all); the others
     are a base under adapters. states: optimizer states per parameter. offloads: True with states and master weights in
-    host memory. ties: True if head and embedding are the same (default: as usual in the family).
+    host memory. ties: True if head and embedding are the same (default: as usual in the family). quantization: kind of
+    the frozen linear layers: nf4, fp4, int8, or None. frozen_bytes: bytes of all frozen parameters, if quantized
+    (default: by the shape).
     """
 
     ranks: int = 1
@@ -28,6 +30,8 @@ class ModelLayout:
     states: int = 2
     offloads: bool = False
     ties: bool | None = None
+    quantization: str | None = None
+    frozen_bytes: int | None = None
 
     @property
     def devices(self) -> int:

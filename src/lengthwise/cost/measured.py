@@ -69,14 +69,15 @@ def base_cost(
     ranks_per_node: int | None = None,
     adapters: int | None = None,
     stages: int = 1,
+    quantization: str | None = None,
 ) -> Cost:
     """Return the costs of a named hardware in this precision, for terms that were not measured.
 
     ranks_per_node: ranks of the measured nodes, whose uplinks grow with it (default: the hardware's own). adapters,
-    stages: arguments of `all_terms_cost`.
+    stages, quantization: arguments of `all_terms_cost`.
     """
     computing = replace(named_hardware(hardware).in_nodes(ranks_per_node), compute_dtype_bytes=DTYPE_BYTES[precision])
-    return all_terms_cost(shape, computing, adapters=adapters, stages=stages)
+    return all_terms_cost(shape, computing, adapters=adapters, stages=stages, quantization=quantization)
 
 
 def measured_cost(measurements: Measurements, *, stages: int = 1) -> Cost:

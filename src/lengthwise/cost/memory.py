@@ -23,6 +23,8 @@ _LOGITS_AT_ONCE = 1 << 25  # tokens x vocabulary: 128 MB in fp32; 256 tokens at 
 CHUNK_TOKENS_ON_GPUS = 2048  # at least: smaller chunks add launches and reads of the head (estimated)
 _LOGIT_COPIES = 3
 DTYPE_BYTES = {"fp64": 8, "fp32": 4, "bf16": 2}
+# Of a weight with its scales: one byte for 64 weights in 4 bits, with an fp32 number for 256 of these.
+QUANTIZED_BYTES = {"nf4": 0.5 + 1 / 64 + 4 / (64 * 256), "fp4": 0.5 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
 
 
 def wide_bytes(dtype_bytes: int) -> int:
@@ -110,7 +112,7 @@ class StepMemory(ModelLayout):
         else:
             masters = float(narrow != wide) if ranks == 1 else 1 / ranks
             parts = {
-                "weights": narrow * self._parameters,
+                "weights": narrow * trained + self._frozen_bytes,
                 "gradients": wide * trained,
                 "master weights and sums" if here else "sums": wide * trained * (here * masters + (ranks > 1) / ranks),
             }
@@ -132,9 +134,9 @@ class StepMemory(ModelLayout):
         return (sent + updated) * self._trained / (self.ranks * self.devices) if self.offloads else 0.0
 
     def gathered_bytes(self) -> float:
-        """Count the bytes of gathered parameters on a device at most; 0 where ranks have whole parameters."""
+        """Count the bytes on a device at most of parameters that a layer gathers, or makes of quantized ones."""
         if not self.is_sharded:
-            return 0.0
+            return 0.0 if self.quantization is None else self.dtype_bytes * self.shape.largest_matrix
         words, ties = self.shape.hidden * self.shape.vocab, self._ties
         layer, _ = self.layer_params()
         found = gathered_bytes(
@@ -163,6 +165,15 @@ class StepMemory(ModelLayout):
         if self.parameters is not None:
             return self.parameters
         return self.shape.total_params - self.shape.hidden * self.shape.vocab * self._ties
+
+    @property
+    def _frozen_bytes(self) -> float:
+        if self.frozen_bytes is not None:
+            return self.frozen_bytes
+        frozen = self.dtype_bytes * (self._parameters - self._trained)
+        if self.quantization is None:
+            return frozen
+        return frozen - (self.dtype_bytes - QUANTIZED_BYTES[self.quantization]) * self.shape.quantized_params
 
     @property
     def _trained(self) -> float:

@@ -8,10 +8,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from lengthwise.comm import Transport
+from lengthwise.comm import Transport, agree
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.models.modules import replace_parameters
+from lengthwise.models.quantized import layers_of, settle
 from lengthwise.models.text_part import whole_model
 
 
@@ -63,7 +64,15 @@ def share_values(
     """Copy rank 0's buffers and `parameters` to every rank's device, in `dtype` or their own dtype. Collective.
 
     parameters: those outside of flat buffers, such as frozen ones. Buffers may be weights that only rank 0 reads.
+    Quantized weights stay as they are, and rank 0's scales go with them.
     """
+    parameters, quantized = list(parameters), {id(layer.weight) for layer in layers_of(model)}
+    if quantized:
+        found = settle(model, device, dtype)
+        shapes = repr([(each.shape, each.dtype) for each in found]).encode()
+        agree(transport, shapes, "quantized weights", "Load the model alike on all ranks.")
+        for each in found:
+            transport.broadcast(each.view(-1).view(torch.uint8), 0)
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -73,6 +82,8 @@ def share_values(
                     transport.broadcast(value.view(-1).view(torch.uint8), 0)
     made: dict[int, nn.Parameter] = {}
     for parameter in parameters:
+        if id(parameter) in quantized:
+            continue
         if parameter.is_meta:
             value = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=device)
         else:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, BitsAndBytesConfig
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, ModelRefused, raise_problems
 from lengthwise.core.trained import FAMILIES, USE_OTHERS, family_refusal, layer_types, towers
@@ -45,7 +45,7 @@ _SWITCHES = {
     ),
     "quantization_config": (
         "none (a quantised model)",
-        "Use the model's full-precision weights, or plain TRL.",
+        "Use the model's full-precision weights, with quantization: nf4 in a run file.",
     ),
 }
 
@@ -81,7 +81,8 @@ def check_model_config(config: Any) -> None:
             remedy = f"{USE_OTHERS}."
             refuse(where, f"a kind with known frequencies ({', '.join(known)})", kind, remedy)
     for key, (expected, remedy) in _SWITCHES.items():
-        if value := getattr(whole, key, None) or getattr(config, key, None):
+        value = getattr(whole, key, None) or getattr(config, key, None)
+        if value and not isinstance(value, BitsAndBytesConfig):  # which Hugging Face sets when it quantizes itself
             refuse(key, expected, value, remedy)
     if is_listed:
         for where, kind in _other_layers(config):

@@ -25,9 +25,9 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.files import read_plain
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
-from lengthwise.models.model_source import ModelSource, build_model, build_skeleton, first_line, unwritable
+from lengthwise.models.model_source import ModelSource, build_model, build_skeleton, unwritable
 from lengthwise.models.text_part import TextPart
-from lengthwise.models.weights import WIDTHS, check_finite
+from lengthwise.models.weights import WIDTHS, check_finite, first_line
 
 CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _ADAPTER, _BASE_COPY = "base_model.model.", "default", ".base_layer.weight"

@@ -38,8 +38,9 @@ from lengthwise.core.files import MOST_BYTES
 from lengthwise.core.hub_access import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
+from lengthwise.models.quantized import loading_config, replace_layers
 from lengthwise.models.text_part import has_towers, layer_configs, left_alone, text_config, text_part, whole_model
-from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_names, holds_weights
+from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_line, first_names, holds_weights
 
 # Experts one by one: Hugging Face's grouped products do not support fp64, and round differently by number of tokens.
 EXPERTS = "eager"
@@ -63,12 +64,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 class ModelSource:
     """The source of a model. weights: True to load its weights, False to draw them from the seed.
 
-    config: config of the whole model. text: config of its text part, if that has its own.
+    config: config of the whole model. text: config of its text part, if that has its own. quantization: nf4, fp4 or
+    int8, in which linear layers but the head are loaded; None as they are.
     """
 
     name: str
     config: Any
     weights: bool
+    quantization: str | None = None
 
     @property
     def text(self) -> Any:
@@ -81,10 +84,12 @@ class ModelSource:
         return torch.float64 if self.weights and self.config.dtype == torch.float64 else torch.float32
 
 
-def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) -> ModelSource:
+def find_model(
+    name: str, *, weights: Literal["load", "fresh"] | None = None, quantization: str | None = None
+) -> ModelSource:
     """Read the config of `tiny`, a folder or a hub name, and check whether there are weights.
 
-    weights: value of the run file's key; by default existing weights are loaded.
+    weights, quantization: values of the run file's keys; by default existing weights are loaded, as they are.
 
     Raises:
         ConfigError: there is no such model, its config cannot be read, or its weights cannot be loaded whole.
@@ -97,7 +102,7 @@ def find_model(name: str, *, weights: Literal["load", "fresh"] | None = None) ->
     if weights == "load" and not has_weights:
         remedy = "Give a model with weights, or remove `weights: load` to draw them from the seed."
         raise ConfigError("weights", expected="weights to load", got=f"{name}, which has none", remedy=remedy)
-    return ModelSource(name=name, config=config, weights=has_weights)
+    return ModelSource(name=name, config=config, weights=has_weights, quantization=quantization)
 
 
 def _read_config(name: str) -> Any:
@@ -193,11 +198,13 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
     if not stored:
         with _parameters_on_meta():
             made = _class_of(source.config).from_config(copy.deepcopy(source.config), dtype=source.dtype, **computing)
+            replace_layers(made, source.quantization)
         if source.weights:
             _read_generation_config(made, source.name)
         return text_part(made.train())
     if source.weights:
-        return text_part(_load(source, **computing).train())
+        quantized = loading_config(source.quantization)
+        return text_part(_load(source, quantization_config=quantized, **computing).train())
     # A copy, because Hugging Face writes into the config, and one source may build several models.
     config = copy.deepcopy(source.config)
     with torch.random.fork_rng(devices=[]):
@@ -379,11 +386,6 @@ def _unreadable(name: str, error: Exception) -> ConfigError:
     remedy = "Correct the name, or download the model and give its folder."
     got = why_only_cached() if isinstance(error, OSError) and only_cached(name) else first_line(error)
     return ConfigError("model", expected=expected, got=f"{name}: {got}", remedy=remedy)
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _where(config: Any) -> str:

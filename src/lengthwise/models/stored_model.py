@@ -15,6 +15,8 @@ from lengthwise.models.families import check_model_config
 from lengthwise.models.lora import build_adapted, check_lora
 from lengthwise.models.model_source import DTYPES, ModelSource, check_weights, count_parameters, find_model
 from lengthwise.models.own_rows import OwnRows, forget_towers, own_rows
+from lengthwise.models.quantized import frozen_bytes, loading_config
+from lengthwise.models.text_part import has_towers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,13 +40,21 @@ class StoredModel:
     draws_both: bool = False
 
     @classmethod
-    def of(cls, name: str, *, dtype: str = "bf16", lora: LoraConfig | None = None, seed: int = 0) -> StoredModel:
-        """Return the model of a folder or a hub name. dtype: fp32, bf16 or fp64.
+    def of(
+        cls,
+        name: str,
+        *,
+        dtype: str = "bf16",
+        lora: LoraConfig | None = None,
+        quantization: str | None = None,
+        seed: int = 0,
+    ) -> StoredModel:
+        """Return the model of a folder or a hub name. dtype: fp32, bf16 or fp64. quantization: nf4, fp4 or int8.
 
         Raises:
             LengthwiseError: there is no such model, or it cannot be trained; one error has all problems.
         """
-        model = cls(source=find_model(name, weights=None), lora=lora, dtype=DTYPES[dtype], seed=seed)
+        model = cls(source=find_model(name, quantization=quantization), lora=lora, dtype=DTYPES[dtype], seed=seed)
         model.check()
         return model
 
@@ -59,18 +69,28 @@ class StoredModel:
         problems.raise_all()
         problems.attempt(lambda: check_weights(self.source))
         problems.attempt(lambda: check_lora(self.source, self.lora))
+        problems.attempt(self._check_quantization)
         problems.raise_all()
 
+    def _check_quantization(self) -> None:
+        if loading_config(self.source.quantization) is not None and has_towers(self.source.config):
+            expected, got = "a model of text alone", f"{self.source.name}, which has towers"
+            remedy = "Load it quantized in your own script, and give it to a Session or a Trainer."
+            raise ConfigError("quantization", expected=expected, got=got, remedy=remedy)
+
     def check_room(self) -> None:
-        """Check that one process can read the whole model: in fp32, the dtype of loading.
+        """Check that one process can read the whole model: in fp32, the dtype of loading, unless it is quantized.
 
         Raises:
             ConfigError: less host memory is free.
         """
         parameters, free = count_parameters(self.source.config), free_host_bytes()
-        if 0 < free < 4 * parameters:
+        kind, needed = self.source.quantization or "fp32", 4 * parameters
+        if self.source.quantization is not None:
+            needed = frozen_bytes(self.build(stored=False), 4) or 0
+        if 0 < free < needed:
             expected = f"a model whose parameters fit into the {free / 1e9:.1f} GB that are free here"
-            got = f"{parameters:,} parameters, {4 * parameters / 1e9:.1f} GB in fp32"
+            got = f"{parameters:,} parameters, {needed / 1e9:.1f} GB in {kind}"
             where, remedy = f"model {self.source.name}", "Give a smaller model."
             raise ConfigError(where, expected=expected, got=got, remedy=remedy)
 

@@ -143,5 +143,10 @@ def first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type if it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def _refuse(folder: Path, got: str) -> ConfigError:
     return ConfigError(f"model {folder}", expected=f"whole weights in {_SINGLE} or {_INDEX}", got=got, remedy=_FRESH)

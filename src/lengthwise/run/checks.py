@@ -97,7 +97,7 @@ def prepare_job(
     """
     collector, (config, settled) = Collector(), settle(config, gpus=gpus)
     attempt = collector.attempt
-    model = attempt(lambda: find_model(config.model, weights=config.weights))
+    model = attempt(lambda: find_model(config.model, weights=config.weights, quantization=config.quantization))
     vocab_size = getattr(model.text, "vocab_size", None) if model else None
     tokenizer = cache(lambda: load_tokenizer(config.tokenizer_name))
     steps, known, eval_dataset = _read_data(

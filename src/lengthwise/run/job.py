@@ -120,7 +120,8 @@ class Job:
         lengths, batch_size = self.steps.drawn_lengths(_PRICED_ROWS), self.config.global_batch
         sequences = batch_size.sequences or batch_size.tokens / lengths.mean()
         trained = self.trained
-        cost = base_cost(trained.shape, device, precision=self.config.precision, adapters=trained.trained)
+        of_model = {"adapters": trained.trained, "quantization": trained.quantization}
+        cost = base_cost(trained.shape, device, precision=self.config.precision, **of_model)
         once = float(cost.compute_seconds(lengths).sum()) / len(lengths)
         return once * sequences / self.ranks
 

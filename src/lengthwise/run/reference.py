@@ -22,6 +22,7 @@ from lengthwise.models import (
     plain_output,
     token_loss,
 )
+from lengthwise.models.quantized import compute_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +52,9 @@ def plain_gradients(
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    compute_in(model, dtype)
     device, wide = next(model.parameters()).device, torch.promote_types(dtype, torch.float32)
     gradients = {name: torch.zeros_like(parameter, dtype=wide) for name, parameter in trained.items()}
     loss_sum = 0.0

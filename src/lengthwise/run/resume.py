@@ -95,7 +95,7 @@ def model_settings(run: Mapping[str, object]) -> dict[str, object]:
 
     With an adapter these include `seed`, which may have drawn the frozen weights.
     """
-    keys = ("model", "weights", "lora", "precision", *(["seed"] if run.get("lora") else []))
+    keys = ("model", "weights", "lora", "quantization", "precision", *(["seed"] if run.get("lora") else []))
     return {key: run.get(key) for key in keys}
 
 

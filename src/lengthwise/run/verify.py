@@ -213,7 +213,7 @@ def _run_plan(
     parameters, engine = session.optimizer.parameters, session.engine
     if rounds_to is not None:
         parameters.published()
-        for values in parameters.read_by_forward():
+        for values in filter(torch.is_floating_point, parameters.read_by_forward()):
             values.copy_(values.to(rounds_to))
     session.runner.end = _Comparison()
     planned = PlannedStep(batch=batch, plan=plan, plan_seconds=0.0)
@@ -279,7 +279,8 @@ def _expected(
 
     def gradients_of(precision: str, kernel: str) -> Reference:
         model = _build(job, attention=first if kernel == "flash" else kernel).to(device)
-        for parameter in model.parameters() if dtype == torch.bfloat16 else ():
+        rounded = [each for each in model.parameters() if each.is_floating_point() and dtype == torch.bfloat16]
+        for parameter in rounded:
             parameter.data = parameter.data.to(dtype).float()
         with sdpa_kernel(_NOT_CUDNN) if kernel == "flash" else nullcontext():
             return plain_gradients(

@@ -22,6 +22,7 @@ from lengthwise.models import (
 )
 from lengthwise.models.model_stage import PassedThrough
 from lengthwise.models.modules import modules_of
+from lengthwise.models.quantized import problems_of
 from lengthwise.models.rope import has_length_rope
 
 _OF_EMBEDDINGS = {
@@ -77,8 +78,7 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
         if any(getattr(module, key, None) for module in modules_of(model) if isinstance(module, nn.Embedding)):
             remedy = f"Make the embedding without {key}."
             refuse(f"embeddings without {key}, {why}", f"one with {key}", remedy)
-    if getattr(model, "is_quantized", False):
-        refuse("a model that is not quantized", "a quantized model", "Load it in bfloat16.")
+    problems += problems_of(model, where)
     raise_problems(problems)
     return max(dtypes, key=lambda dtype: dtypes[dtype].entries)
 

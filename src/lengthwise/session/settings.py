@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lengthwise.config import OffloadConfig, OptimizerConfig, TrainingSettings
+from lengthwise.config.together import broken
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.cost import Cost, hardware_of_gpu, shape_from_config
@@ -30,6 +31,7 @@ from lengthwise.models import (
     whole_model,
     wrapped_layers,
 )
+from lengthwise.models.quantized import count_entries, frozen_bytes, kind_of
 from lengthwise.models.stored_model import StoredModel
 from lengthwise.planner.service.slow_ranks import SlowRanks
 from lengthwise.planner.service.step_planning import step_planning
@@ -165,6 +167,8 @@ def check_settings(
     if not problems.problems:
         dtype = dtype if stored is None else stored.dtype
         _check_layers(text, asked, dtype=dtype, on_gpus=where.type == "cuda", problems=problems)
+    for rule in broken({**vars(asked), "quantization": kind_of(text)}, asked.door):
+        problems.add(rule.error({**vars(asked), "quantization": kind_of(text)}))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
@@ -207,14 +211,15 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
     parameters, config = list(text.parameters()), whole_model(text).config
     widths = Counter[int]()
     for parameter in parameters:
-        widths[parameter.element_size()] += parameter.numel()
+        widths[parameter.element_size()] += parameter.numel() * parameter.is_floating_point()
     section: OptimizerConfig | None = optimizer if isinstance(optimizer, OptimizerConfig) else None
-    total, given = sum(widths.values()), cast(Any, optimizer)
+    total, given = count_entries(text), cast(Any, optimizer)
+    dtype_bytes = widths.most_common(1)[0][0] if stored is None else stored.dtype.itemsize
     states = len(section.states) if section else 0 if given is None else states_an_entry(given)
     trained = 0 if optimizer is None else sum(each.numel() for each in parameters if each.requires_grad)
     return TrainedModel(
         shape=shape_from_config(config.to_dict()),
-        dtype_bytes=widths.most_common(1)[0][0] if stored is None else stored.dtype.itemsize,
+        dtype_bytes=dtype_bytes,
         parameters=total,
         trained=trained if trained < total else None,
         ties=bool(getattr(config, "tie_word_embeddings", False)),
@@ -222,6 +227,8 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
         states=states,
         offloads=optimizer is not None and (asked.offload_optimizer or (section is not None and section.offload)),
         chunked=not (has_own_logits(text) if stored is None else stored.whole_logits),
+        quantization=kind_of(text),
+        frozen_bytes=frozen_bytes(text, dtype_bytes),
     )
 
 
@@ -243,7 +250,7 @@ def cost_of(settings: SessionSettings, ranks: int) -> tuple[Cost, str | None]:
         how |= {"threads": threads, "on_gpus": settings.on_gpus}
         return cost_from_measurements(measurements, trained.shape, **how), None
     name, note = hardware_of_gpu(torch.cuda.get_device_name(device)) if settings.on_gpus else ("cpu", None)
-    return base_cost(trained.shape, name, **how), note
+    return base_cost(trained.shape, name, **how, quantization=trained.quantization), note
 
 
 def planning_of(

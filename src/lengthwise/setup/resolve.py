@@ -48,7 +48,8 @@ class TrainedModel:
     those of the shape. trained: number of trained ones; None for all. ties: True if head and embedding are tied; None:
     as usual in the family. kinds: kinds of recomputation that the family supports. states: number of optimizer states
     per entry (default 2). offloads: True if states and master weights are in host memory. chunked: True if the loss
-    computes logits in chunks.
+    computes logits in chunks. quantization: kind of the linear layers' weights, None for none. frozen_bytes: bytes of
+    the frozen parameters; None by the shape.
     """
 
     shape: ModelShape
@@ -60,6 +61,8 @@ class TrainedModel:
     states: int = 2
     offloads: bool = False
     chunked: bool = True
+    quantization: str | None = None
+    frozen_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,7 @@ def model_of_run(config: RunConfig, shape: ModelShape, *, on_gpus: bool, **known
         states=len(config.optimizer.states),
         offloads=config.optimizer.offload,
         chunked=config.loss == "chunked",
+        quantization=config.quantization,
         **known,
     )
 
@@ -107,6 +111,8 @@ def memory_of_settings(settings: TrainingSettings, model: TrainedModel, *, ranks
         states=model.states,
         offloads=model.offloads,
         ties=model.ties,
+        quantization=model.quantization,
+        frozen_bytes=model.frozen_bytes,
     )
     return memory_of(model.shape, layout, dtype_bytes=model.dtype_bytes, on_gpus=on_gpus, chunked=model.chunked)
 
@@ -162,7 +168,7 @@ def resolve(
         tokens=wanted_tokens(ranks, longest=longest, batch=batch) if capacity is None else int(min(capacity, batch)),
         kinds=kinds,
         offload=settings.most_offload,
-        keeps_whole=settings.keeps_whole,
+        keeps_whole=settings.keeps_whole(quantization=model.quantization),
         can_offload=machine.on_gpus and model.trained != 0,
         seconds=seconds,
         margin=margin,
