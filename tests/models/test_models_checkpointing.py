@@ -33,7 +33,7 @@ from lengthwise.models.model_source import build_skeleton
 from lengthwise.program import far_peers, lower_plan
 from properties import costliest
 
-AGAIN = ("layer", "all_but_attention")
+AGAIN = ("layer", "all_but_attention", "elementwise")
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 RINGS = make_plan(
     3,
