@@ -23,6 +23,7 @@ from testing import (
 )
 from testing.laid import whole_parameters
 from testing.order import check_order
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
@@ -140,13 +141,39 @@ def live_bytes(kind, *, layers=2):
 
 def test_recomputing_keeps_what_it_says_and_no_more():
     """hidden 32, 4 heads of 8, fp32: a token and layer keeps its input, and what attention gave where that is kept."""
-    tokens, hidden, heads = 200, 32 * 4, 4
+    tokens, hidden, heads, config = 200, 32 * 4, 4, tiny_family_config("llama")
+    products = 2 * hidden + 2 * config.num_key_value_heads * 8 * 4 + 2 * config.intermediate_size * 4  # q, o; k, v; MLP
     kept, *again = (live_bytes(kind) for kind in ("none", *AGAIN))
     assert [live_bytes(kind, layers=3) - of_two for kind, of_two in zip(AGAIN, again, strict=True)] == [
         tokens * hidden,
         tokens * (hidden + hidden + heads * 4),
+        tokens * (hidden + hidden + heads * 4 + products),
     ]
     assert live_bytes("none", layers=3) - kept > 10 * tokens * hidden
+
+
+class Products(TorchDispatchMode):
+    """Counts the calls of each product of matrices."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
+            self.calls[func] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
+def test_no_product_runs_twice_where_elementwise_operations_alone_are_computed_again(family):
+    counted = []
+    for kind in ("none", "elementwise", "all_but_attention"):
+        with Products() as products:
+            step_of_one(pair_of(family)["planned"], kind=kind)
+        counted.append(products.calls)
+    assert counted[0] == counted[1]
+    assert counted[2].total() > counted[0].total() > 0
 
 
 def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
@@ -166,12 +193,20 @@ def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
         step_of_one(model, kind="layer")
 
 
-def test_a_model_that_writes_over_its_attention_is_found():
+@pytest.mark.parametrize("kind", ["all_but_attention", "elementwise"])
+def test_a_model_that_writes_over_its_attention_is_found(kind):
     model = copy.deepcopy(pair_of("llama")["planned"])
     layer = model.model.layers[0].self_attn
     layer.o_proj.register_forward_pre_hook(lambda _, given: given[0].mul_(1.0))
     with pytest.raises(AssertionError, match="overwrote"):
-        step_of_one(model, kind="all_but_attention")
+        step_of_one(model, kind=kind)
+
+
+def test_a_model_that_writes_over_a_product_is_found():
+    model = copy.deepcopy(pair_of("llama")["planned"])
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda _module, _given, out: out.add_(1.0))
+    with pytest.raises(AssertionError, match="overwrote"):
+        step_of_one(model, kind="elementwise")
 
 
 @pytest.mark.exhaustive

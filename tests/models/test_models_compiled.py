@@ -110,7 +110,9 @@ def test_microbatches_of_any_length_run_the_same_graphs(backend, bar):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("recompute", "backend"), [("layer", "aot_eager"), ("all_but_attention", "eager")])
+@pytest.mark.parametrize(
+    ("recompute", "backend"), [("layer", "aot_eager"), ("all_but_attention", "eager"), ("elementwise", "aot_eager")]
+)
 def test_compiled_layers_are_recomputed_and_offloaded_like_others(recompute, backend):
     """aot_eager: whole graphs through autograd, which saves what the graph says."""
     check(*pair("llama", backend=backend, num_hidden_layers=4), 1e-12, recompute=recompute, offload=0.5)

@@ -303,8 +303,8 @@ class _Layer:
     def products(self) -> int:
         """Bytes of what products give, except the last of a layer that no later operation reads again.
 
-        Projections of queries, keys and values, and out of attention; into the MLP, and out of experts or before a norm;
-        of a layer with states, as wide as its parameters are.
+        Projections around attention; into the MLP, and out of experts or before a norm; of a layer with states, as wide
+        as its parameters are.
         """
         shape, family = self.shape, self.family
         attending = shape.query_width + 2 * shape.key_width + shape.hidden * shape.num_attention
