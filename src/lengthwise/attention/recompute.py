@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self
 
 import torch
@@ -53,7 +54,7 @@ class Recomputation:
 
     def __init__(self, planned: Recomputed, *, again: Again, saver: ActivationSaver | None = None) -> None:
         self._planned, self._keeps_attention, self._saver = planned, not again.attention, saver
-        self._products = None if again.products else _Products(self._keep)
+        self._products = None if again.products else _Products(saver)
         self._kept = deque[Kept]()
         self._received = deque[list[Tensor]]()
         self.is_second_run = False
@@ -88,23 +89,26 @@ class Recomputation:
             return run()
         if not self.is_second_run:
             out, attended = run()
-            lse = {heads: self._keep(saved.lse) for heads, (_, saved) in attended.items()}
-            self._kept.append((self._keep(out.detach()), lse))
+            keep = partial(_keep, self._saver)
+            lse = {heads: keep(saved.lse, saved.lse._version) for heads, (_, saved) in attended.items()}
+            self._kept.append((keep(out.detach(), out._version), lse))
             return out, attended
         kept, lse = self._kept.popleft()
         return (out := kept()), read_again(out, {heads: each() for heads, each in lse.items()})
 
-    def _keep(self, tensor: Tensor) -> Callable[[], Tensor]:
-        saver, version = self._saver, tensor._version
 
-        def unwritten() -> Tensor:
-            assert tensor._version == version, "the model overwrote the output of its attention or of a product"
-            return tensor
+def _keep(saver: ActivationSaver | None, tensor: Tensor, version: int) -> Callable[[], Tensor]:
+    """Keep a tensor of this version, or offload it; return a function that returns it, if it was not overwritten."""
+    overwrote = "the model overwrote the output of its attention or of a product"
+    assert tensor._version == version, overwrote
+    saved = tensor if saver is None else saver.pack(tensor)
+    held = saved if isinstance(saved, Tensor) else saved.kept  # None if it is away
 
-        if saver is None:
-            return unwritten
-        saved = saver.pack(tensor)
-        return lambda: saver.unpack(saved)
+    def unwritten() -> Tensor:
+        assert held is None or held._version == version, overwrote
+        return saved if saver is None else saver.unpack(saved)
+
+    return unwritten
 
 
 def keeps_products() -> bool:
@@ -119,10 +123,10 @@ class _Products(TorchDispatchMode):
     autograd function, where gradients are off, are its own affair.
     """
 
-    def __init__(self, keep: Callable[[Tensor], Callable[[], Tensor]]) -> None:
+    def __init__(self, saver: ActivationSaver | None) -> None:
         super().__init__()
-        self._keep = keep
-        self._unread, self._kept = list[Tensor](), deque[Callable[[], Tensor]]()
+        self._saver = saver
+        self._unread, self._kept = list[tuple[Tensor, int]](), deque[Callable[[], Tensor]]()
         self._hooks: saved_tensors_hooks | None = None
         self._is_second_run = False
 
@@ -144,7 +148,7 @@ class _Products(TorchDispatchMode):
 
     def _read_later(self) -> None:
         """Keep the results so far: the second run comes here."""
-        self._kept.extend(map(self._keep, self._unread))
+        self._kept.extend(_keep(self._saver, *each) for each in self._unread)
         self._unread.clear()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -158,7 +162,8 @@ class _Products(TorchDispatchMode):
         if not self._is_second_run:
             # As in torch's selective checkpoint: the detached tensor shares the counter of writes.
             with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-                self._unread.append(out.detach())
+                kept = out.detach()
+            self._unread.append((kept, kept._version))
         return out
 
     @classmethod
