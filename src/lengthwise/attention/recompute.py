@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol, Self
+from functools import cache, partial
+from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lengthwise.attention.partials import Attended
@@ -90,23 +91,22 @@ class Recomputation:
         if not self.is_second_run:
             out, attended = run()
             keep = partial(_keep, self._saver)
-            lse = {heads: keep(saved.lse, saved.lse._version) for heads, (_, saved) in attended.items()}
-            self._kept.append((keep(out.detach(), out._version), lse))
+            lse = {heads: keep(saved.lse) for heads, (_, saved) in attended.items()}
+            self._kept.append((keep(out.detach()), lse))
             return out, attended
         kept, lse = self._kept.popleft()
         return (out := kept()), read_again(out, {heads: each() for heads, each in lse.items()})
 
 
-def _keep(saver: ActivationSaver | None, tensor: Tensor, version: int) -> Callable[[], Tensor]:
-    """Keep a tensor of this version, or offload it; return a function that returns it, if it was not overwritten."""
-    overwrote = "the model overwrote the output of its attention or of a product"
-    assert tensor._version == version, overwrote
+def _keep(saver: ActivationSaver | None, tensor: Tensor) -> Callable[[], Tensor]:
+    """Keep or offload a tensor; return a function that returns it, if it was not overwritten."""
+    version = tensor._version
     saved = tensor if saver is None else saver.pack(tensor)
     held = saved if isinstance(saved, Tensor) else saved.kept  # None if it is away
 
     def unwritten() -> Tensor:
-        assert held is None or held._version == version, overwrote
-        return saved if saver is None else saver.unpack(saved)
+        assert held is None or held._version == version, "the model overwrote the output of its attention"
+        return cast(Tensor, saved) if saver is None else saver.unpack(saved)
 
     return unwritten
 
@@ -114,6 +114,13 @@ def _keep(saver: ActivationSaver | None, tensor: Tensor, version: int) -> Callab
 def keeps_products() -> bool:
     """Return whether a layer runs whose products are kept, and whose results must not be overwritten."""
     return any(isinstance(each, _Products) for each in _get_current_dispatch_mode_stack())
+
+
+@cache
+def _written(func: Any) -> tuple[int, ...]:
+    """Return the places of the arguments that an operation writes."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
 class _Products(TorchDispatchMode):
@@ -126,7 +133,8 @@ class _Products(TorchDispatchMode):
     def __init__(self, saver: ActivationSaver | None) -> None:
         super().__init__()
         self._saver = saver
-        self._unread, self._kept = list[tuple[Tensor, int]](), deque[Callable[[], Tensor]]()
+        self._unread, self._kept = list[Tensor](), deque[Callable[[], Tensor]]()
+        self._storages = dict[int, StorageWeakRef]()  # of kept results
         self._hooks: saved_tensors_hooks | None = None
         self._is_second_run = False
 
@@ -145,25 +153,36 @@ class _Products(TorchDispatchMode):
             self._hooks.__exit__(*error)
         self._hooks, self._is_second_run = None, True
         self._unread.clear()
+        self._storages.clear()
 
     def _read_later(self) -> None:
         """Keep the results so far: the second run comes here."""
-        self._kept.extend(_keep(self._saver, *each) for each in self._unread)
+        for each in self._unread:
+            storage = StorageWeakRef(each.untyped_storage())
+            self._storages[storage.cdata] = storage
+            self._kept.append(_keep(self._saver, each))
         self._unread.clear()
+
+    def _before_write(self, tensor: Tensor) -> None:
+        """Copy a result that the model is about to overwrite. Counters of writes do not see writes to its views."""
+        written = StorageWeakRef(tensor.untyped_storage()).cdata
+        for place, each in enumerate(self._unread):
+            if StorageWeakRef(each.untyped_storage()).cdata == written:
+                self._unread[place] = each.clone()
+        assert written not in self._storages, "the model overwrites the result of a product that backward reads again"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, or return the kept result of a product."""
         del types
-        if func not in _PRODUCTS or not torch.is_grad_enabled():
-            return func(*args, **(kwargs or {}))
-        if self._is_second_run and self._kept:
-            return self._kept.popleft()()
+        is_kept = func in _PRODUCTS and torch.is_grad_enabled()
+        if self._is_second_run:
+            return self._kept.popleft()() if is_kept and self._kept else func(*args, **(kwargs or {}))
+        for place in _written(func):
+            if place < len(args) and isinstance(args[place], Tensor):
+                self._before_write(args[place])
         out = func(*args, **(kwargs or {}))
-        if not self._is_second_run:
-            # As in torch's selective checkpoint: the detached tensor shares the counter of writes.
-            with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-                kept = out.detach()
-            self._unread.append((kept, kept._version))
+        if is_kept:
+            self._unread.append(out.detach())
         return out
 
     @classmethod
