@@ -119,7 +119,8 @@ def keeps_products() -> bool:
 @cache
 def _written(func: Any) -> tuple[int, ...]:
     """Return the places of the arguments that an operation writes."""
-    arguments = enumerate(func._schema.arguments)
+    schema = getattr(func, "_schema", None)  # a compiled region has none
+    arguments = enumerate(schema.arguments if schema else ())
     return tuple(place for place, each in arguments if each.alias_info is not None and each.alias_info.is_write)
 
 
