@@ -122,9 +122,9 @@ def test_messages_are_those_that_the_order_check_counts(family, split, kind):
     assert phases["backward"] == kept + phases["forward"] * ((kind == "layer") - 1)
 
 
-def live_bytes(kind, *, layers=2, family="llama"):
+def live_bytes(kind, *, layers=2):
     """Return the bytes that wait for backward after a forward of a small model in fp32."""
-    model = tiny_model(family, {"num_hidden_layers": layers}).train()
+    model = tiny_model("llama", {"num_hidden_layers": layers}).train()
     batch, transport = make_batch([200], vocab=48), SoloTransport()
     flat = whole_parameters(model, transport, dtype=torch.float32)
     (program,) = lower_plan(make_plan(1, [200], [Piece(ranks=(0,), sequences=(0,))]), 0)
@@ -153,27 +153,22 @@ def test_recomputing_keeps_what_it_says_and_no_more():
 
 
 class Products(TorchDispatchMode):
-    """Counts the calls of each product of matrices."""
+    """Counts products of matrices."""
 
-    def __init__(self):
-        super().__init__()
-        self.calls = Counter()
+    calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm):
-            self.calls[func] += 1
+        self.calls += func is torch.ops.aten.mm.default
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-def test_no_product_runs_twice_where_elementwise_operations_alone_are_computed_again(family):
+def test_no_product_runs_twice_where_elementwise_operations_alone_are_computed_again():
     counted = []
     for kind in ("none", "elementwise", "all_but_attention"):
         with Products() as products:
-            live_bytes(kind, family=family)
+            live_bytes(kind)
         counted.append(products.calls)
-    assert counted[0] == counted[1]
-    assert counted[2].total() > counted[0].total() > 0
+    assert counted[2] > counted[1] == counted[0] > 0
 
 
 def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
