@@ -304,16 +304,16 @@ class _Layer:
         """Bytes of what products give, except the last of a layer that no later operation reads again.
 
         Projections around attention; into the MLP, and out of experts or before a norm; of a layer with states, as wide
-        as its parameters are.
+        as its parameters are. With adapters on all matrices, theirs too, and the last frozen one's.
         """
         shape, family = self.shape, self.family
         attending = shape.query_width + 2 * shape.key_width + shape.hidden * shape.num_attention
         mlp = (2 if shape.gated else 1) * shape.mlp_width
         experts = shape.hidden * shape.experts_per_token * shape.num_mlp * (shape.experts > 1)
         normed = shape.hidden * shape.layers * (family.norms_after > 0)
-        return (
-            self.dtype_bytes * (attending + mlp + experts + normed + shape.mixer_params // shape.hidden) // shape.layers
-        )
+        widths = attending + mlp + experts + normed + shape.mixer_params // shape.hidden
+        widths += (widths + shape.hidden * shape.layers) * self.frozen
+        return self.dtype_bytes * widths // shape.layers
 
     def saved(self, recompute: str) -> int:
         """Count the bytes that are saved from forward to backward."""
