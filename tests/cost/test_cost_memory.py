@@ -60,8 +60,7 @@ def test_bytes_rise_with_tokens_and_fall_with_offload_and_recomputation(memory, 
     assert fewer <= some * (1 + 1e-12)
     assert memory.shape.layers > 2 or most == none  # two layers stay
     kept = [memory.saved_bytes(each) for each in ("none", "elementwise", "all_but_attention", "layer")]
-    assert kept == sorted(kept, reverse=True)
-    assert len({*kept}) == len(kept)
+    assert kept[0] >= kept[1] > kept[2] > kept[3]
 
 
 @given(memories(), KINDS, st.lists(st.tuples(TOKENS, RATIOS), min_size=1, max_size=5))

@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
@@ -142,7 +143,7 @@ class _Products(TorchDispatchMode):
     def __enter__(self) -> Self:
         """Begin a run, inside of the hooks of torch's checkpoint."""
         if not self._is_second_run:
-            save, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+            save, unpack = _top_saved_tensors_default_hooks(False)
             self._hooks = saved_tensors_hooks(lambda tensor: (self._read_later(), save(tensor))[1], unpack)
             self._hooks.__enter__()
         return super().__enter__()

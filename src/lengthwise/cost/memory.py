@@ -320,7 +320,8 @@ class _Layer:
         again = RECOMPUTED[recompute]
         if again is None:
             return self.everything
-        return self.result + self.attention * (not again.attention) + self.products * (not again.products)
+        found = self.result + self.attention * (not again.attention) + self.products * (not again.products)
+        return min(found, self.everything)
 
     def turns(self, recompute: str) -> list[tuple[int, int]]:
         """List the highest moments of the first layer of backward: bytes of unpacked activations, bytes beside them.
