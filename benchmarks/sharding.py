@@ -381,7 +381,8 @@ def _layout_cell(row: Any, best: float) -> str:
     if (found := row.found) is None:
         return "does not fit"
     recompute = found.steps[0].recompute
-    said = {"none": "", "layer": ", recompute all", "all_but_attention": ", recompute MLP"}[recompute]
+    again = {"layer": "all", "all_but_attention": "MLP", "elementwise": "norms"}.get(recompute)
+    said = f", recompute {again}" if again else ""
     ratio = found.mean_seconds / best
     took = f"**{seconds(found.mean_seconds)}**" if ratio == 1 else f"{ratio:.2f}x"
     return f"{took}, {found.setting.capacities[recompute] // 1024}K tokens{said}"

@@ -303,7 +303,8 @@ def _layer_groups(
     layers = range(len(windows))
     kinds = [name]
     if name == "backward":
-        again = {"layer": ["forward again"], "all_but_attention": ["heads again"]}.get(program.microbatch.recompute, [])
+        heads = dict.fromkeys(("all_but_attention", "elementwise"), ("heads again",))
+        again = {"layer": ("forward again",), **heads}.get(program.microbatch.recompute, ())
         kinds, layers = [*again, name], layers[::-1]
     for layer in layers:
         found = []

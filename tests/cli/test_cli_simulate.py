@@ -66,7 +66,7 @@ def test_simulate_lets_all_planners_choose_offload_heads_and_recomputation(tmp_p
     assert status == 0
     written = json.loads((tmp_path / "out" / "simulation.json").read_text())
     assert (written["offload"], written["heads"]) == ("auto", "auto")
-    assert set(written["recompute"]) == {"none", "layer", "all_but_attention"}
+    assert set(written["recompute"]) == {"none", "layer", "all_but_attention", "elementwise"}
     assert written["planners"]["bytescale"]["capacities_tokens"]["all_but_attention"] == 40_704
     assert min(written["planners"]["lengthwise"]["step_seconds"]) > 0
     for refused in (("--recompute", "auto", "--capacity", "8K"), ("--recompute", "all"), ("--offload", "yes")):

@@ -69,7 +69,7 @@ def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose
     out = capfd.readouterr().out
     changed = next(line for line in out.splitlines() if line.startswith("for this check: "))
     assert " of 22 sequences, cut to at most " in changed
-    for said in ("capacity_tokens ", "recompute none, layer, all_but_attention", "--full"):
+    for said in ("capacity_tokens ", "recompute none, layer, all_but_attention, elementwise", "--full"):
         assert said in changed
     for said in ("rings of ", "heads split in groups of 2", "packs on one rank", "offload of "):
         assert said in next(line for line in out.splitlines() if line.startswith("exercised: "))

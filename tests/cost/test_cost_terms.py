@@ -25,6 +25,7 @@ from lengthwise.cost import (
     named_shape,
     plain_cost,
 )
+from lengthwise.cost.passes import ELEMENTWISE
 from lengthwise.program import ring_order
 from lengthwise.simulator import microbatch_clocks
 
@@ -187,6 +188,8 @@ def test_recomputation_runs_the_ring_again_only_with_attention() -> None:
     assert cost.piece_seconds([100], 2) == pytest.approx(linear + transfers + 2 * hop)
     partly = cost.piece_seconds([100], 2, Choice(recompute="all_but_attention"))
     assert partly == pytest.approx(linear * 4 / 3 + transfers + 2 * hop)
+    norms = cost.piece_seconds([100], 2, Choice(recompute="elementwise"))
+    assert norms == pytest.approx(linear * (1 + ELEMENTWISE / 3) + transfers + 2 * hop)
     wholly = cost.piece_seconds([100], 2, Choice(recompute="layer"))
     assert wholly == pytest.approx(linear * 4 / 3 + transfers * 1.25 + 3 * hop)
 
@@ -355,7 +358,7 @@ def _ratio(held: float, allowed: int) -> float:
 
 
 @example(length=20_000, degree=2, recompute="none")
-@given(length=LENGTH, degree=st.integers(1, 40), recompute=st.sampled_from(["none", "layer", "all_but_attention"]))
+@given(length=LENGTH, degree=st.integers(1, 40), recompute=st.sampled_from(RECOMPUTE_KINDS))
 def test_a_piece_pays_for_the_least_ratio_that_holds_it(length: int, degree: int, recompute: str) -> None:
     cost = replace(JOINT, copy_bytes_per_second=3e9)  # slow enough to show
     joint = choosing(terms=cost, recompute=recompute)

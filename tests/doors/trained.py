@@ -56,6 +56,7 @@ MORE = {
     "stages, adapters": Layout(4, {"stages": 2, "capacity_tokens": 80}, "adapters"),
     "stages, activations on the disk": Layout(4, {"stages": 2, **DISK}),
     "all but attention computed again": Layout(2, {"recompute": "all_but_attention"}),
+    "norms, RoPE and activations computed again": Layout(2, {"recompute": "elementwise"}),
 }
 
 

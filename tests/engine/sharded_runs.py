@@ -28,7 +28,7 @@ WAVES_OF_NODES = [
     [Piece(ranks=(2, 0), sequences=(5,))],
     [Piece(ranks=(0,), sequences=(4,))],
 ]
-KINDS = ("none", "layer", "all_but_attention")
+KINDS = ("none", "layer", "all_but_attention", "elementwise")
 
 
 class OneOfSame(Lone):

@@ -27,6 +27,10 @@ CELLS = [
     replace(FEW, tokens=1536, documents=8),
     replace(FEW, tokens=1536, recompute="layer"),  # the turn of a layer is the peak, not the loss
     replace(FEW, tokens=1536, precision="bf16", recompute="all_but_attention"),
+    replace(FEW, recompute="elementwise"),
+    replace(FEW, family="llama, LoRA", logits_at_once=None, recompute="elementwise"),
+    replace(FEW, family="gemma3", precision="bf16", tokens=768, recompute="elementwise"),
+    replace(FEW, family="qwen3_moe", tokens=768, offload=1.0, recompute="elementwise"),
     replace(FEW, family="gemma3", precision="bf16", tokens=1536, offload=1.0),
 ]
 

@@ -61,11 +61,11 @@ def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
     args = arguments(tmp_path)
     for name in REFUSED:
         setattr(args, name, OTHERS.get(name, True))  # as they are after `__post_init__`, which would start some
-    args.activation_checkpointing_kwargs = {"every_n_layers": 2}
+    args.activation_checkpointing_kwargs = {"every_n_layers": 2, "recompute": "some"}
     with pytest.raises(Problems) as raised:
         planned(args)
     said = {each.where for each in raised.value.problems}
-    assert said == {*REFUSED, "activation_checkpointing_kwargs.every_n_layers"}
+    assert said == {*REFUSED, *(f"activation_checkpointing_kwargs.{name}" for name in ("every_n_layers", "recompute"))}
     for name in [each.value for each in OptimizerNames if "bit" in each.value or "bnb" in each.value]:
         (problem,) = problems_of(arguments(tmp_path, optim=name))
         assert (problem.where, name in problem.got) == ("optim", True)

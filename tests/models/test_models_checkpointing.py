@@ -23,6 +23,7 @@ from testing import (
 )
 from testing.laid import whole_parameters
 from testing.order import check_order
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
@@ -33,7 +34,7 @@ from lengthwise.models.model_source import build_skeleton
 from lengthwise.program import far_peers, lower_plan
 from properties import costliest
 
-AGAIN = ("layer", "all_but_attention")
+AGAIN = ("layer", "all_but_attention", "elementwise")
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 RINGS = make_plan(
     3,
@@ -140,13 +141,34 @@ def live_bytes(kind, *, layers=2):
 
 def test_recomputing_keeps_what_it_says_and_no_more():
     """hidden 32, 4 heads of 8, fp32: a token and layer keeps its input, and what attention gave where that is kept."""
-    tokens, hidden, heads = 200, 32 * 4, 4
+    tokens, hidden, heads, config = 200, 32 * 4, 4, tiny_family_config("llama")
+    products = 2 * hidden + 2 * config.num_key_value_heads * 8 * 4 + 2 * config.intermediate_size * 4  # q, o; k, v; MLP
     kept, *again = (live_bytes(kind) for kind in ("none", *AGAIN))
     assert [live_bytes(kind, layers=3) - of_two for kind, of_two in zip(AGAIN, again, strict=True)] == [
         tokens * hidden,
         tokens * (hidden + hidden + heads * 4),
+        tokens * (hidden + hidden + heads * 4 + products),
     ]
     assert live_bytes("none", layers=3) - kept > 10 * tokens * hidden
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_product_runs_twice_where_elementwise_operations_alone_are_computed_again():
+    counted = []
+    for kind in ("none", "elementwise", "all_but_attention"):
+        with Products() as products:
+            live_bytes(kind)
+        counted.append(products.calls)
+    assert counted[2] > counted[1] == counted[0] > 0
 
 
 def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
@@ -166,12 +188,23 @@ def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
         step_of_one(model, kind="layer")
 
 
-def test_a_model_that_writes_over_its_attention_is_found():
+@pytest.mark.parametrize("kind", ["all_but_attention", "elementwise"])
+def test_a_model_that_writes_over_its_attention_is_found(kind):
     model = copy.deepcopy(pair_of("llama")["planned"])
     layer = model.model.layers[0].self_attn
     layer.o_proj.register_forward_pre_hook(lambda _, given: given[0].mul_(1.0))
     with pytest.raises(AssertionError, match="overwrote"):
-        step_of_one(model, kind="all_but_attention")
+        step_of_one(model, kind=kind)
+
+
+def test_a_product_that_the_model_writes_over_is_kept_as_it_was():
+    model, plan = copy.deepcopy(pair_of("llama")["planned"]), make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))])
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda _module, _given, out: out.add_(1.0))
+    kept, again = (
+        run_step(model, recomputing(plan, kind), make_batch((6,), vocab=48), precision="fp32")
+        for kind in ("none", "elementwise")
+    )
+    assert again.has_bits_of(kept)
 
 
 @pytest.mark.exhaustive

@@ -91,6 +91,9 @@ def check(compiled, plain, bar, **options):
     assert not any(traced[1:]), f"graphs traced at each step: {traced}"
 
 
+RECOMPUTED_BY = [("layer", "aot_eager"), ("all_but_attention", "eager"), ("elementwise", "aot_eager")]
+
+
 def pair(family, *, backend="eager", **changes):
     model = tiny_model(family, changes)
     compiled = copy.deepcopy(model)
@@ -112,7 +115,7 @@ def test_microbatches_of_any_length_run_the_same_graphs(backend, bar):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("recompute", "backend"), [("layer", "aot_eager"), ("all_but_attention", "eager")])
+@pytest.mark.parametrize(("recompute", "backend"), RECOMPUTED_BY)
 def test_compiled_layers_are_recomputed_and_offloaded_like_others(recompute, backend):
     """aot_eager: whole graphs through autograd, which saves what the graph says."""
     check(*pair("llama", backend=backend, num_hidden_layers=4), 1e-12, recompute=recompute, offload=0.5)

@@ -86,7 +86,7 @@ def test_dropout_of_adapters_in_layers_with_states_is_recomputed():
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = torch.randn(parameter.shape, generator=draw) * 0.3
-    assert_same(steps(model, recomputing(PLAN, "layer", "all_but_attention")), steps(model, PLAN))
+    assert_same(steps(model, recomputing(PLAN, "layer", "all_but_attention", "elementwise")), steps(model, PLAN))
 
 
 def test_dropout_that_configs_of_families_with_states_name_is_refused():

@@ -40,7 +40,7 @@ NOT_RECOMPUTED = ("ctrl", "hrm_text")
 # Every kind over a ring, here or in SPLIT, and packs that are recomputed.
 RINGS = [Piece(ranks=(2, 0, 1), sequences=(1, 0, 5)), Piece(ranks=(0, 2), sequences=(3, 2, 7))]
 MIXED = make_plan(3, LENGTHS, [RINGS[0], Piece(ranks=(1,), sequences=(4, 6)), RINGS[1]], layers=2)
-RECOMPUTED = recomputing(MIXED, "none", "layer", "layer")
+RECOMPUTED = recomputing(MIXED, "none", "elementwise", "layer")
 # Split heads beside packs: in pairs with a ring over them, and over as many ranks as there are heads of queries.
 PAIRS = Piece(ranks=(2, 3, 0, 1), sequences=(1, 0, 5), heads=2), Piece(ranks=(0, 1), sequences=(3,), heads=2)
 SPLIT = make_plan(

@@ -4,11 +4,21 @@ import copy
 import re
 import threading
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from testing import build_pair, family_difference, make_plan, put_forwards, tiny_family_config, tiny_model
+from testing import (
+    build_pair,
+    family_difference,
+    make_batch,
+    make_plan,
+    put_forwards,
+    run_step,
+    tiny_family_config,
+    tiny_model,
+)
 from testing.strict import StrictWorld
 from transformers.models.llama import modeling_llama
 
@@ -81,6 +91,25 @@ def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
     passes = plain.calls["rope"] // 2  # of the two layers
     gate = "geglu" if family.startswith("gemma") else "swiglu"
     assert plain.calls == Counter({"rope": 2 * passes, "norm": norms * passes, gate: gates * passes})
+
+
+class InPlace(PlainKernels):
+    """RoPE leaves other values in its inputs, and no counter says so: Liger's turns them in place."""
+
+    def liger_rope(self, q, k, *angles, **options):
+        turned = super().liger_rope(q, k, *angles, **options)
+        q.data.zero_(), k.data.zero_()
+        return turned
+
+
+def test_rope_in_place_does_not_reach_products_that_are_kept():
+    model, batch = build_pair("llama", tiny_family_config("llama"))["planned"], make_batch(LENGTHS, vocab=48)
+    put_forwards(model, fused_forwards(model, InPlace()))
+    kept, again = (
+        run_step(model, replace(PLAN, microbatches=tuple(replace(m, recompute=kind) for m in PLAN.microbatches)), batch)
+        for kind in ("none", "elementwise")
+    )
+    assert again.has_bits_of(kept)
 
 
 def test_only_this_model_is_changed_and_a_copy_runs_its_own_modules():

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
 from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape
 from lengthwise.program import lower_microbatch, ring_order
 from lengthwise.simulator import microbatch_clocks
@@ -165,7 +165,7 @@ def test_two_rings_share_a_link_and_an_uplink(pair):
     length=st.integers(1, 2 * 10**6),
     degree=st.sampled_from([1, 2, 5, 8, 16, 24]),
     heads=st.sampled_from([1, 2, 4]),
-    recompute=st.sampled_from(["none", "layer", "all_but_attention"]),
+    recompute=st.sampled_from(RECOMPUTE_KINDS),
 )
 def test_clocks_are_near_the_costs(length: int, degree: int, heads: int, recompute: str) -> None:
     heads = heads if degree % heads == 0 else 1
@@ -174,7 +174,7 @@ def test_clocks_are_near_the_costs(length: int, degree: int, heads: int, recompu
     choice = Choice(heads=heads, recompute=recompute)
     priced = COST.fixed_seconds + COST.piece_seconds([length], degree, choice, ranks=piece.ranks)
     if degree == 1:
-        again = {"none": 0.0, "layer": 1 / 3, "all_but_attention": 1 / 3}[recompute] * COST.fixed_seconds
+        again = (sum(each.linear for each in COST.passes(recompute)) - 1) * COST.fixed_seconds
         assert clocks.total[0] == pytest.approx(priced + again)  # launches are paid again with the layers
     elif length >= 1000 * degree:
         # Blocks that nothing is sent behind, and gradients that take one ring step more, are not in the formula.
@@ -200,7 +200,7 @@ def test_copies_hold_up_what_compute_does_not_hide() -> None:
     degree=st.sampled_from([2, 3, 4, 5, 7, 16, 33]),
     tokens_a_rank=st.integers(300, 16_000),
     link=st.sampled_from([2e9, 2e10, 5e10, 4e11]),
-    recompute=st.sampled_from(["none", "layer", "all_but_attention"]),
+    recompute=st.sampled_from(RECOMPUTE_KINDS),
     near=st.booleans(),
 )
 def test_score_prices_rings_of_pipelines_hop_by_hop_as_they_run(degree, tokens_a_rank, link, recompute, near):
@@ -226,7 +226,7 @@ LENGTH = st.one_of(st.integers(1, 40), st.integers(1, 300_000))
     lengths=st.lists(st.lists(LENGTH, min_size=1, max_size=3), min_size=1, max_size=5),
     groups=st.integers(1, 7),
     heads=st.sampled_from([1, 2, 4]),
-    recompute=st.sampled_from(["none", "layer", "all_but_attention"]),
+    recompute=st.sampled_from(RECOMPUTE_KINDS),
     offload=st.sampled_from([0.0, 0.7]),
 )
 def test_rings_side_by_side_come_out_as_alone(lengths, groups, heads, recompute, offload) -> None:

@@ -8,7 +8,7 @@ from lengthwise.attention.kernels import Block, BlockKernel, FlashCpuKernel, Ref
 from lengthwise.attention.packs import to_device
 from lengthwise.attention.planned import PlannedAttention, planned_attention
 from lengthwise.attention.proof import Case, Proof, by_autograd, faults_of_ranks, prove
-from lengthwise.attention.recompute import ActivationPolicy, Recomputation
+from lengthwise.attention.recompute import ActivationPolicy, Recomputation, keeps_products
 from lengthwise.attention.states import Opened, scan_spans
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "choose_kernel",
     "convolve_spans",
     "faults_of_ranks",
+    "keeps_products",
     "planned_attention",
     "prove",
     "scan_spans",

@@ -76,8 +76,9 @@ class PlanCommand:
     stages: Annotated[int | None, tyro.conf.arg(metavar="P", help_behavior_hint="")] = None
     """Pipeline stages of a rank, for mode pipeline; --cost is then of one stage."""
     recompute: Annotated[str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="")] = None
-    """What backward computes again: none, layer, all_but_attention, or auto: the kind with the fastest step, at the
-    capacity that it leaves beside weights and optimizer, by estimate; default: the run file's, else none."""
+    """What backward computes again: none, layer, all_but_attention, elementwise, or auto: the kind with the fastest
+    step, at the capacity that it leaves beside weights and optimizer, by estimate; default: the run file's, else
+    none."""
     model_shape: Annotated[str | None, tyro.conf.arg(metavar="NAME|FOLDER", help_behavior_hint="")] = None
     """The model whose costs the planner uses: a named shape, for example llama-7b, or a Hugging Face folder or its
     config.json; default: the run file's model, else llama-7b. With --config it needs --hardware."""

@@ -74,8 +74,8 @@ class MeshChoices:
     recompute: Annotated[
         str | None, tyro.conf.arg(metavar="KIND|auto", help_behavior_hint="(default: auto; same: none)")
     ] = None
-    """What backward computes again: none, layer, all_but_attention, or auto: for each planner and step the fastest
-    kind, at the capacity that it leaves (not with --capacity)."""
+    """What backward computes again: none, layer, all_but_attention, elementwise, or auto: for each planner and step
+    the fastest kind, at the capacity that it leaves (not with --capacity)."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

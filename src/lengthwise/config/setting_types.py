@@ -28,7 +28,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Tokens = Annotated[int, Field(ge=1), BeforeValidator(_read_tokens)]
 # For the fields of a run file, and for the arguments of `Session` and trainers, which type checkers read.
 Shard: TypeAlias = Literal["auto", "zero1", "zero3", "hybrid"]
-Recompute: TypeAlias = Literal["auto", "none", "layer", "all_but_attention"]
+Recompute: TypeAlias = Literal["auto", "none", "layer", "all_but_attention", "elementwise"]
 Heads: TypeAlias = int | Literal["auto", "off"]
 Attention: TypeAlias = Literal["auto", "flash2", "flash3", "flash_attn", "cudnn", "efficient", "reference"]
 FusedLayers: TypeAlias = Literal["auto", "off", "liger"]

@@ -52,7 +52,8 @@ class TrainingSettings(Settings):
     recompute: Recompute = Field(
         default="auto",
         description="the activations that backward recomputes (activation checkpointing): none, layer (every decoder "
-        "layer) or all_but_attention (every layer, but attention and its ring run once); or auto: the kind "
+        "layer), all_but_attention (every layer, but attention and its ring run once) or elementwise (norms, RoPE and "
+        "activations alone: products and attention run once); or auto: the kind "
         "with the fastest step if `capacity_tokens` is auto, none if it is a number; default auto",
     )
     offload: OffloadConfig | None = Field(

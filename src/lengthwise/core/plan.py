@@ -19,9 +19,29 @@ from lengthwise.core.sizes import MOST, is_number
 
 SCHEMA = "lengthwise.plan/1"
 KNOWN_FEATURES = frozenset({"branches", "heads", "shares", "pipeline", "waves"})
-RECOMPUTE_KINDS = ("none", "layer", "all_but_attention")
 SCHEDULE_KINDS = ("free", "waves", "pipeline")
 _MOST_DEPTH = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Again:
+    """The parts of a decoder layer that backward runs again, beside its norms, RoPE and activations.
+
+    attention: attention and its ring. products: products of matrices.
+    """
+
+    attention: bool
+    products: bool
+
+
+RECOMPUTED: Mapping[str, Again | None] = {
+    "none": None,
+    "layer": Again(attention=True, products=True),
+    "all_but_attention": Again(attention=False, products=True),
+    "elementwise": Again(attention=False, products=False),
+}
+"""Kinds of recomputation (activation checkpointing), and what backward runs again."""
+RECOMPUTE_KINDS = tuple(RECOMPUTED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

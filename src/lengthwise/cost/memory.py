@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.core.held import kept_ratio
+from lengthwise.core.plan import RECOMPUTED
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.choices import AS_CUT, Choice
 from lengthwise.cost.layout import ModelLayout
@@ -309,10 +310,29 @@ class _Layer:
         mlp += _EXPERT_COPIES * shape.hidden * shape.experts_per_token * shape.num_mlp * (shape.experts > 1)
         return kept + narrow * mlp // shape.layers
 
+    @property
+    def products(self) -> int:
+        """Bytes of what products give, except the last of a layer that no later operation reads again.
+
+        Projections around attention; into the MLP, and out of experts or before a norm; of a layer with states, as wide
+        as its parameters are. With adapters on all matrices, theirs too, and the last frozen one's.
+        """
+        shape, family = self.shape, self.family
+        attending = shape.query_width + 2 * shape.key_width + shape.hidden * shape.num_attention
+        mlp = (2 if shape.gated else 1) * shape.mlp_width
+        experts = shape.hidden * shape.experts_per_token * shape.num_mlp * (shape.experts > 1)
+        normed = shape.hidden * shape.layers * (family.norms_after > 0)
+        widths = attending + mlp + experts + normed + shape.mixer_params // shape.hidden
+        widths += (widths + shape.hidden * shape.layers) * self.frozen
+        return self.dtype_bytes * widths // shape.layers
+
     def saved(self, recompute: str) -> int:
         """Count the bytes that are saved from forward to backward."""
-        entering = self.result
-        return {"none": self.everything, "all_but_attention": entering + self.attention, "layer": entering}[recompute]
+        again = RECOMPUTED[recompute]
+        if again is None:
+            return self.everything
+        found = self.result + self.attention * (not again.attention) + self.products * (not again.products)
+        return min(found, self.everything)
 
     def turns(self, recompute: str) -> list[tuple[int, int]]:
         """List the highest moments of the first layer of backward: bytes of unpacked activations, bytes beside them.

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
+from lengthwise.core.plan import RECOMPUTE_KINDS
 
 _KEPT = """
 output_dir per_device_train_batch_size num_train_epochs max_steps learning_rate lr_scheduler_type
@@ -113,7 +114,11 @@ def problems_of(arguments: Any, *, refused: Mapping[str, Refusal] = MappingProxy
             remedy = f"Use {' or '.join(others)}." if others else "Remove it."
             refuse(name, " or ".join(others) or "none", value, why, remedy)
     for name, value in (_checkpointing(arguments) or {}).items():
-        if name not in ("use_reentrant", "determinism_check", "preserve_rng_state", "debug", "early_stop"):
+        if name == "recompute":
+            if value not in RECOMPUTE_KINDS:
+                expected = f"one of {', '.join(RECOMPUTE_KINDS)}"
+                refuse(f"activation_checkpointing_kwargs.{name}", expected, value, "it is no kind of recomputation")
+        elif name not in ("use_reentrant", "determinism_check", "preserve_rng_state", "debug", "early_stop"):
             refuse(f"activation_checkpointing_kwargs.{name}", "none", value, "the plan recomputes whole layers")
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
         refuse("average_tokens_across_devices", "True", False, "a token counts the same on every rank")
@@ -161,8 +166,10 @@ def refuse_with_parts(arguments: Any) -> None:
 
 
 def recompute_of(arguments: Any) -> str:
-    """Return the kind of recomputation for a Trainer's activation checkpointing."""
-    return "layer" if any(_value(arguments, name) for name in CHECKPOINTING) else "none"
+    """Return the kind of recomputation for a Trainer's activation checkpointing; its keywords may name another one."""
+    if not any(_value(arguments, name) for name in CHECKPOINTING):
+        return "none"
+    return (_checkpointing(arguments) or {}).get("recompute", "layer")
 
 
 def _checkpointing(arguments: Any) -> Mapping[str, Any] | None:

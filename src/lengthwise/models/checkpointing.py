@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lengthwise.attention import ActivationPolicy, PlannedAttention, Recomputation
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
+from lengthwise.core.plan import RECOMPUTED
 from lengthwise.models.double import as_here
 from lengthwise.models.modules import modules_of
 
@@ -56,7 +57,8 @@ def apply_policy(
 def _recomputing(
     model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, *, draws: bool
 ) -> Iterator[None]:
-    if policy.recompute == "none":
+    again = RECOMPUTED[policy.recompute]
+    if again is None:
         yield
         return
     wrapped, precision = wrapped_layers(model), as_here()
@@ -64,7 +66,7 @@ def _recomputing(
     def run(forward: Callable[..., Any], *arguments: Any) -> Any:
         if not torch.is_grad_enabled():  # a forward that saves nothing, such as a loss's for its metrics
             return forward(*arguments)
-        layer = Recomputation(planned, keeps_attention=policy.recompute == "all_but_attention", saver=policy.saver)
+        layer = Recomputation(planned, again=again, saver=policy.saver)
         # torch stops a recomputation once everything saved is there. Attention saves after its ring, so no ring is
         # left halfway.
         return checkpoint(

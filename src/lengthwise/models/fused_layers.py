@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lengthwise.attention import Case, Proof, by_autograd, faults_of_ranks, prove
+from lengthwise.attention import Case, Proof, by_autograd, faults_of_ranks, keeps_products, prove
 from lengthwise.comm import Transport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.packages import release_of
@@ -159,7 +159,8 @@ def fused_forwards(model: Any, liger: Any) -> tuple[Forwards, str]:
             forwards[module] = partial(_gated, module, getattr(liger, gate))
             found["gated MLPs"] += 1
         elif _ROPE in _names(module):
-            forwards[module] = partial(_with_global(_forward(module), _ROPE, liger.liger_rope), module)
+            rope = partial(_rope, liger.liger_rope)
+            forwards[module] = partial(_with_global(_forward(module), _ROPE, rope), module)
             found["attentions (RoPE)"] += 1
     return forwards, ", ".join(f"{number} {what}" for what, number in found.items()) or "no layer of this model"
 
@@ -212,6 +213,12 @@ def _norm(module: Any, rms_norm: Callable[..., Tensor], kind: Kind, x: Tensor) -
     eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
     # Not in place: beside a residual the incoming gradient has other users.
     return rms_norm(x, module.weight, eps, kind.offset, kind.casting, False)
+
+
+def _rope(rope: Callable[..., Any], q: Tensor, k: Tensor, *angles: Any, **options: Any) -> Any:
+    if keeps_products():  # q and k may be results of products that are kept, and Liger turns them in place, unseen
+        q, k = q.clone(), k.clone()
+    return rope(q, k, *angles, **options)
 
 
 def _gated(module: Any, gate: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:

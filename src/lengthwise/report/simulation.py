@@ -29,7 +29,12 @@ _KERNELS = {
     "flash2": "FlashAttention-2",
     "flash3": "FlashAttention-3",
 }
-_AGAIN = {"none": (), "layer": ("recompute all",), "all_but_attention": ("recompute MLP",)}
+_AGAIN = {
+    "none": (),
+    "layer": ("recompute all",),
+    "all_but_attention": ("recompute MLP",),
+    "elementwise": ("recompute norms",),
+}
 
 
 def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:

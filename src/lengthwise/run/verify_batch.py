@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle
 
 import numpy as np
 
@@ -164,7 +165,7 @@ def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
     config, found = job.config, list(plan.microbatches)
     said = list[str]()
     if config.recompute == "auto" and "layer" in job.trained.kinds:
-        found = [replace(each, recompute=RECOMPUTE_KINDS[n % len(RECOMPUTE_KINDS)]) for n, each in enumerate(found)]
+        found = [replace(each, recompute=kind) for each, kind in zip(found, cycle(RECOMPUTE_KINDS), strict=False)]
         said.append("recompute " + ", ".join(dict.fromkeys(each.recompute for each in found)))
     offload = config.offload
     if offload is not None and offload.ratio == "auto" and not any(each.offload for each in found):

@@ -62,8 +62,8 @@ class Session(SavedSession):
             started on one machine.
         stages, virtual: stages of a pipeline, and chunks of layers per stage, as in a run file. Each rank keeps only
             its own layers, with the values of the first replica's ranks.
-        recompute: activation checkpointing: none, layer or all_but_attention; auto chooses the best for each step, or
-            none if capacity_tokens is a number.
+        recompute: activation checkpointing: none, layer, all_but_attention or elementwise; auto chooses the best for
+            each step, or none if capacity_tokens is a number.
         heads: setting of split heads, as in a run file.
         offload: settings of activation offloading, as a run file's section: {"store": "host"}.
         offload_optimizer: True keeps and updates fp32 master weights and the optimizer's states in host memory.
