@@ -36,6 +36,10 @@ class LengthwisePlugin(BasePlugin):
         """Return the name of the record that checks the file."""
         return f"{LengthwiseArgs.__module__}.{LengthwiseArgs.__name__}"
 
+    def load_datasets(self, cfg: Any, preprocess: bool = False) -> None:
+        """Keep the model in host memory until the session places it; after this axolotl reads data and model."""
+        cfg["device_map"], cfg["experimental_skip_move_to_device"] = None, True
+
     def get_trainer_cls(self, cfg: Any) -> Any:
         """Return the planned trainer."""
         from lengthwise.integrations.axolotl_trainer import SFTTrainer

@@ -58,6 +58,9 @@ REFUSED_KEYS: Mapping[str, Refusal] = {
     ),
     **dict.fromkeys(("pretraining_dataset", "streaming"), (OFF, "it was not tried; give the texts as `datasets`")),
     "use_ray": (OFF, "it was not tried; start with axolotl train or torchrun"),
+    **dict.fromkeys(
+        ("device_map", "max_memory", "gpu_memory_limit"), (OFF, "a session places the model, whole or in parts")
+    ),
     "rl": (OFF, "planned DPO and GRPO need trl 1.16, and axolotl 0.21 pins 1.14.1; use lengthwise.integrations.trl"),
     "trainer_cls": (OFF, "the plugin gives a planned trainer"),
 }
