@@ -51,7 +51,9 @@ REFUSED_KEYS: Mapping[str, Refusal] = {
     **dict.fromkeys(("quantize_moe_experts", "use_onebitllms", "ple_cpu_offload", "fp8"), (OFF, _LAYERS)),
     "adapter": ((None, "", "lora"), _ADAPTER),
     **dict.fromkeys(("load_in_8bit", "load_in_4bit", "gptq", "qat", "model_quantization_config"), (OFF, _ADAPTER)),
-    **dict.fromkeys(("relora", "jagged_restart_steps"), (OFF, "it resets the optimizer, whose states lie over the ranks")),
+    **dict.fromkeys(
+        ("relora", "jagged_restart_steps"), (OFF, "it resets the optimizer, whose states lie over the ranks")
+    ),
     "lisa_step_interval": (OFF, "it changes which parameters train, and a session fixes them when it opens"),
     **dict.fromkeys(
         ("reward_model", "process_reward_model", "diffusion_lm"), (OFF, "its loss is not that of a causal model")
@@ -67,7 +69,13 @@ REFUSED_KEYS: Mapping[str, Refusal] = {
 """Keys of an axolotl file of which some values are refused: the accepted values, and why others are not."""
 
 PLUGINS = "axolotl.integrations."
-FINE_PLUGINS = ("context_parallel", "expert_parallel", "lm_eval", "spectrum", "swanlab")  # the first two do nothing at 1
+FINE_PLUGINS = (
+    "context_parallel",
+    "expert_parallel",
+    "lm_eval",
+    "spectrum",
+    "swanlab",
+)  # the first two do nothing at 1
 
 
 class LengthwiseArgs(BaseModel):
