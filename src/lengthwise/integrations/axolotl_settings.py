@@ -59,6 +59,7 @@ REFUSED_KEYS: Mapping[str, Refusal] = {
         ("reward_model", "process_reward_model", "diffusion_lm"), (OFF, "its loss is not that of a causal model")
     ),
     **dict.fromkeys(("pretraining_dataset", "streaming"), (OFF, "it was not tried; give the texts as `datasets`")),
+    "processor_type": (OFF, "images were not tried here; use lengthwise.integrations.trl"),
     "use_ray": (OFF, "it was not tried; start with axolotl train or torchrun"),
     **dict.fromkeys(
         ("device_map", "max_memory", "gpu_memory_limit"), (OFF, "a session places the model, whole or in parts")
@@ -69,13 +70,8 @@ REFUSED_KEYS: Mapping[str, Refusal] = {
 """Keys of an axolotl file of which some values are refused: the accepted values, and why others are not."""
 
 PLUGINS = "axolotl.integrations."
-FINE_PLUGINS = (
-    "context_parallel",
-    "expert_parallel",
-    "lm_eval",
-    "spectrum",
-    "swanlab",
-)  # the first two do nothing at 1
+# Those that leave the model, its loss and its trainer as they are; the first two do nothing at a size of 1.
+FINE_PLUGINS = ("context_parallel", "expert_parallel", "lm_eval", "spectrum", "swanlab")
 
 
 class LengthwiseArgs(BaseModel):
