@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from axolotl.integrations.base import PluginManager  # pyright: ignore[reportMis
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.axolotl_settings import SECTION
 from lengthwise.integrations.transformers import PlannedTrainerMixin
+from lengthwise.session import Session
 
 
 class SFTTrainer(PlannedTrainerMixin, AxolotlTrainer):
@@ -27,6 +29,12 @@ class SFTTrainer(PlannedTrainerMixin, AxolotlTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         section = PluginManager.get_instance().cfg.get(SECTION) or {}
         super().__init__(*args, **section, **kwargs)
+
+    def _start_session(self, optimizer: Any) -> Session:
+        session = super()._start_session(optimizer)
+        if session.engine.is_cut:  # axolotl's handler of Ctrl-C would save the part of one rank as the model
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return session
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         collate, self.eval_data_collator = self.eval_data_collator, self._collator(self.eval_data_collator)
