@@ -52,7 +52,8 @@ def test_the_guide_names_every_key_that_is_refused():
     assert [name for name in REFUSED_KEYS if f"`{name}`" not in page] == []
 
 
-TOKENS = {"datasets": [{"path": "runs/axolotl/tokens.jsonl", "ds_type": "json", "type": None}], "val_set_size": 0}
+NO_EVAL = {"val_set_size": 0, "eval_strategy": None, "eval_steps": None}
+TOKENS = {"datasets": [{"path": "runs/axolotl/tokens.jsonl", "ds_type": "json", "type": None}], **NO_EVAL}
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 CASES = {
     "chats": ({}, {}, (1, 2, 3)),
