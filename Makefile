@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-all lint docs dist families test-newest gpu-check clean
+.PHONY: demo test test-all lint docs dist families test-newest test-axolotl gpu-check clean
 
 demo: $(VENV)/.installed
 	$(BIN)/lengthwise demo
@@ -59,6 +59,17 @@ test-newest:
 	.venv-newest/bin/python -m pip list | grep -E '^(torch|transformers|accelerate|peft|trl|datasets) '
 	.venv-newest/bin/python -m pytest -n 2 tests/integrations tests/session tests/models tests/data
 
+# The integrations with exactly the versions that axolotl pins. Its wheel wants Python 3.12 and runs on 3.11, too.
+test-axolotl:
+	$(PYTHON) -m venv .venv-axolotl
+	.venv-axolotl/bin/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
+	.venv-axolotl/bin/python -m pip install --quiet --disable-pip-version-check \
+	  --requirement tests/integrations/axolotl.txt --editable .
+	.venv-axolotl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
+	  axolotl==0.21.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 bitsandbytes==0.50.2 evaluate==0.4.1
+	.venv-axolotl/bin/python -m pytest -p no:anyio tests/integrations/test_integrations_axolotl.py \
+	  tests/integrations/test_integrations_trainer.py tests/data
+
 # On a machine with a GPU: all parts, then the page from what they wrote, whatever failed; where torch cannot start it,
 # the reason alone. Elsewhere: one line. Both with status 2.
 gpu-check:
@@ -68,7 +79,7 @@ gpu-check:
 	@$(BIN)/python benchmarks/gpu_check.py --out runs/gpu --page docs/gpu.md
 
 clean:
-	rm -rf $(VENV) .venv-newest .venv-docs .venv-dist dist .site runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .venv-newest .venv-axolotl .venv-docs .venv-dist dist .site runs .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -31,7 +31,7 @@ from lengthwise.core.trained import FAMILIES, family_refusal
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "\n    python benchmarks/" in path.read_text())
-OTHERS = ("pip", "python3", "source", ".", "git", "cd", "export")  # of other people, not looked at
+OTHERS = ("pip", "python3", "source", ".", "git", "cd", "export", "axolotl")  # of other people, not looked at
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 

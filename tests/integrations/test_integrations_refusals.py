@@ -71,6 +71,15 @@ def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
         assert (problem.where, name in problem.got) == ("optim", True)
 
 
+def test_ranks_that_the_arguments_do_not_count_are_refused(tmp_path):
+    def work(_rank):
+        trainer = planned(arguments(tmp_path, use_cpu=False))  # accelerate then joins no ranks on CPUs
+        with pytest.raises(ConfigError, match=r"world_size: expected arguments of the 2 processes .*; got 1\."):
+            trainer.train()
+
+    in_trainers(work, 2, tmp_path)
+
+
 def test_a_dtype_that_cannot_train_is_refused_when_the_trainer_is_made(tmp_path):
     model = small_model(torch.float16)
     with pytest.raises(ModelRefused, match="trainable parameters in float32, bfloat16 and float64"):
