@@ -7,6 +7,7 @@ travel with the weight. What a pass computes is bitsandbytes' own. QLoRA: Dettme
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from math import ceil
 from typing import Any
 
@@ -64,13 +65,10 @@ def loading_config(kind: str | None) -> BitsAndBytesConfig | None:
     """
     if kind is None:
         return None
-    try:
-        import accelerate  # noqa: F401
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        expected, got = "the packages bitsandbytes and accelerate", str(error)
+    if missing := [name for name in ("bitsandbytes", "accelerate") if find_spec(name) is None]:
+        expected, got = "the packages bitsandbytes and accelerate", f"no {' and no '.join(missing)}"
         remedy = "Install them: pip install 'lengthwise[qlora]'."
-        raise ConfigError("quantization", expected=expected, got=got, remedy=remedy) from None
+        raise ConfigError("quantization", expected=expected, got=got, remedy=remedy)
     if kind == INT8:
         return BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True)
@@ -144,7 +142,9 @@ def frozen_bytes(model: nn.Module, dtype_bytes: int) -> int | None:
     layers = {id(layer.weight): layer for layer in layers_of(model)}
     if not layers:
         return None
-    found = sum(layer.in_features * layer.out_features * QUANTIZED_BYTES[kind_of(layer)] for layer in layers.values())
+    found = sum(
+        layer.in_features * layer.out_features * QUANTIZED_BYTES[kind_of(layer) or INT8] for layer in layers.values()
+    )
     for each in model.parameters():
         if id(each) not in layers and not each.requires_grad:
             found += each.numel() * (dtype_bytes if each.is_meta else each.element_size())
