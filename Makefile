@@ -67,7 +67,8 @@ test-axolotl:
 	  --requirement tests/integrations/axolotl.txt --editable .
 	.venv-axolotl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python \
 	  axolotl==0.21.0 axolotl-contribs-lgpl==0.0.7 axolotl-contribs-mit==0.0.6 bitsandbytes==0.50.2 evaluate==0.4.1
-	.venv-axolotl/bin/python -m pytest -p no:anyio tests/integrations/test_integrations_axolotl.py \
+	.venv-axolotl/bin/python -m pytest -p no:anyio -W ignore::pytest.PytestUnraisableExceptionWarning \
+	  tests/integrations/test_integrations_axolotl.py \
 	  tests/integrations/test_integrations_trainer.py tests/data
 
 # On a machine with a GPU: all parts, then the page from what they wrote, whatever failed; where torch cannot start it,

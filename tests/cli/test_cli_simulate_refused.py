@@ -11,7 +11,7 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
     status, said, _ = simulate(capsys, *asked)
     assert status == 0
     assert "no method here can hold these sequences" in said
-    assert said.count("does not fit: no room beside") == 6
+    assert said.count("does not fit: no room beside") == 7
     status, _, error = simulate(capsys, *asked, "--details", "--out", tmp_path / "out")
     assert status == 2
     assert "Use more devices (--gpus, --pp)" in error

@@ -103,7 +103,7 @@ def three_heads(plan):
 
 def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capfd):
     def recompute_each_in_its_way(plan):
-        for microbatch, kind in zip(plan["microbatches"], RECOMPUTE_KINDS[::-1], strict=True):
+        for microbatch, kind in zip(plan["microbatches"], RECOMPUTE_KINDS[:0:-1], strict=True):
             microbatch["recompute"] = kind
 
     path = hand_plan(run_file, recompute_each_in_its_way)
@@ -208,8 +208,8 @@ def test_verify_fails_where_the_arithmetic_is_broken(run_file, capfd, monkeypatc
     assert "PASS" not in out
 
 
-def queries_off_by_a_percent(self, task, grads, into, inner=partials.PartialGradients.take):
-    inner(self, task, (grads[0] if task.causal else grads[0] * 1.01, *grads[1:]), into)
+def queries_off_by_a_percent(self, rows, cols, grads, into, inner=partials.PartialGradients.take, **first):
+    inner(self, rows, cols, (grads[0] if first["is_first"] else grads[0] * 1.01, *grads[1:]), into, **first)
 
 
 def sum_in_bf16(self, number, parameter, inner=units.Accumulation._take):

@@ -29,16 +29,18 @@ FAMILIES = ("llama", "qwen3", "qwen3_moe", "gemma3_text", "gpt_oss", "")
 
 @st.composite
 def memories(draw) -> StepMemory:
-    kv_heads, experts = draw(st.integers(1, 8)), draw(st.sampled_from([1, 8]))
+    kv_heads, experts, layers = draw(st.integers(1, 8)), draw(st.sampled_from([1, 8])), draw(st.integers(2, 80))
+    virtual = draw(st.integers(1, min(3, layers)))
+    stages = draw(st.integers(1, min(8, layers // virtual)))  # of at least a layer each
     shape = ModelShape(
-        name="drawn", family=draw(st.sampled_from(FAMILIES)), layers=draw(st.integers(2, 80)),
+        name="drawn", family=draw(st.sampled_from(FAMILIES)), layers=layers,
         hidden=draw(st.integers(16, 8192)), heads=kv_heads * draw(st.integers(1, 8)), kv_heads=kv_heads,
         head_dim=draw(st.integers(8, 256)), intermediate=draw(st.integers(16, 30_000)),
         vocab=draw(st.integers(256, 300_000)), experts=experts, experts_per_token=draw(st.integers(1, experts)),
     )  # fmt: skip
     return StepMemory(
         shape=shape, dtype_bytes=draw(st.sampled_from([2, 4, 8])), trained=draw(st.sampled_from([None, 1000])),
-        ranks=draw(st.integers(1, 100)), cut=LayerCut(stages=draw(st.integers(1, 8)), virtual=draw(st.integers(1, 3))),
+        ranks=draw(st.integers(1, 100)), cut=LayerCut(stages=stages, virtual=virtual),
         logits_at_once=draw(st.sampled_from([None, 1 << 18, 1 << 25])), fused_norms=draw(st.booleans()),
         shard=draw(st.sampled_from(["zero1", "zero3"])),
     )  # fmt: skip

@@ -95,13 +95,13 @@ def command(words, folder):
 def trained(folder, name, changes, section, ranks):
     """Run `axolotl.cli.train`; return what it logged, the weights that it saved, and all that it said."""
     plain = section is None
-    batch = EXAMPLE["gradient_accumulation_steps"]
+    batch = 6  # which 1, 2 and 3 ranks divide
     settings = {**EXAMPLE, "eval_batch_size": batch // ranks, **changes}
     if changes.get("sample_packing"):
         settings |= {"micro_batch_size": settings["micro_batch_size"] // ranks, "gradient_accumulation_steps": 1}
     else:
         settings["gradient_accumulation_steps"] = batch // ranks
-    settings |= {"output_dir": f"out/{name}", "lengthwise": {"capacity_tokens": 160, **(section or {})}}
+    settings |= {"output_dir": f"out/{name}", "lengthwise": {"capacity_tokens": 800 // ranks, **(section or {})}}
     if plain:
         settings = {key: value for key, value in settings.items() if key not in OURS}
     file = folder / f"{name}.yaml"

@@ -276,6 +276,6 @@ def test_a_preference_loss_that_depends_on_more_than_log_probabilities_is_refuse
 
 
 def test_pairs_with_columns_that_are_not_of_text_are_refused():
-    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "pixel_values": torch.ones(2, 4)}
-    with pytest.raises(LengthwiseError, match="pixel_values"):
+    inputs = {"input_ids": torch.ones(2, 3, dtype=torch.int64), "input_features": torch.ones(2, 4)}
+    with pytest.raises(LengthwiseError, match="input_features"):
         PreferenceCollator(lambda _: inputs)([{}])

@@ -141,7 +141,7 @@ class PreferenceCollator:
             raise DataError("data_collator", expected=expected, got=got, remedy=remedy)
         labels = inputs[_IDS].masked_fill(inputs[_COMPLETION] == 0, NO_LOSS)
         kept = inputs[_MASK].bool()
-        images = [_images_of(self.collate([example])) if seen else {} for example in alone] * 2
+        images = [_images_of(self.collate([example])) for example in alone] * 2 if seen else [{}] * len(kept)
         rows = tuple(
             {_IDS: inputs[_IDS][number][each].numpy(), "labels": labels[number][each].numpy(), **images[number]}
             for number, each in enumerate(kept)

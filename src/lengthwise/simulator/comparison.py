@@ -166,9 +166,12 @@ def _rival(name: str, batches: Batches, scenario: Scenario) -> Best:
 
 
 def _powers(batches: Batches, scenario: Scenario) -> Best:
-    """Run degrees by powers of two on our engine, at the best of the capacities that fit."""
-    alone = replace(scenario, only=None, base=RankMesh(heads="auto", offload="auto"))
-    found = MeshSearch(planner="power-of-two", batches=batches, scenario=alone).best()
+    """Run degrees by powers of two on our engine, at the best of the capacities that fit; offload as in `_ours`."""
+    found = None
+    for offload in ("off", "auto"):
+        alone = replace(scenario, only=None, base=RankMesh(heads="auto", offload=offload))
+        if found := MeshSearch(planner="power-of-two", batches=batches, scenario=alone).best():
+            break
     return Best(planner=POWERS, found=found, refusal=None if found else _unheld(batches, scenario, "zero1", cuts=True))
 
 
