@@ -31,6 +31,7 @@ class SFTTrainer(PlannedTrainerMixin, AxolotlTrainer):
         super().__init__(*args, **section, **kwargs)
 
     def _start_session(self, optimizer: Any) -> Session:
+        self.model.gradient_checkpointing_disable()  # axolotl's loader has enabled it; the arguments ask the session
         session = super()._start_session(optimizer)
         if session.engine.is_cut:  # axolotl's handler of Ctrl-C would save the part of one rank as the model
             signal.signal(signal.SIGINT, signal.default_int_handler)
