@@ -97,6 +97,7 @@ TABLES: Mapping[str, Part] = {
     "many": Part(limit_seconds=280, estimate=_many),
     "steps": Part(limit_seconds=300, estimate=_steps("steps")),
     "steps_64k": Part(limit_seconds=240, estimate=_steps("steps_64k")),
+    "steps_8b": Part(limit_seconds=290, estimate=_steps("steps_8b")),
     "steps_large": Part(limit_seconds=290, estimate=_steps("steps_large")),
     "replay": Part(limit_seconds=250, estimate=_replay),
 }

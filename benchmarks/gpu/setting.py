@@ -87,6 +87,12 @@ _STEP_PARTS = {
         )
     },
     "steps_64k": {"llama-1b": (BatchKind(name="one long", tokens=72 * _K, longest_tokens=64 * _K, recompute="layer"),)},
+    "steps_8b": {
+        "llama-8b, 8 layers": (
+            BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K),
+            BatchKind(name="github", tokens=32 * _K, longest_tokens=32 * _K),
+        )
+    },
     "steps_large": {
         "llama-8b, 8 layers": (BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K),),
         "llama-3b": (BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K, recompute="layer"),),
@@ -95,6 +101,7 @@ _STEP_PARTS = {
 _TINY_STEP_PARTS = {
     "steps": {"tiny": (BatchKind(name="uniform", tokens=64, longest_tokens=32),)},
     "steps_64k": {"tiny": (BatchKind(name="one long", tokens=100, longest_tokens=64, recompute="layer"),)},
+    "steps_8b": {"tiny, wide": (BatchKind(name="uniform", tokens=64, longest_tokens=32),)},
     "steps_large": {"tiny, wide": (BatchKind(name="uniform", tokens=64, longest_tokens=32, recompute="layer"),)},
 }
 PLANNERS = ("static", "single-degree", "bytescale", "lengthwise")
@@ -112,7 +119,8 @@ class Sizes:
     attention_tokens: tuple[int, ...] = (1024, 4096, 16384, 65536)
     attention_heads: int = 16
     block_tokens: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)
-    block_heads: tuple[int, int, int] = (32, 8, 128)
+    block_heads: tuple[tuple[int, int, int], ...] = ((32, 8, 128), (32, 8, 64))
+    uneven_blocks: tuple[tuple[int, int], ...] = ((8192, 4096), (16384, 8192))
     replay_model: str = "llama-1b"
     replay_plans: Mapping[int, tuple[str, ...]] = field(
         default_factory=lambda: {8: PLANNERS, 16: PLANNERS, 32: ("static", "lengthwise")}
@@ -155,7 +163,7 @@ class Sizes:
 FULL = Sizes()
 TINY = replace(
     FULL, precision="fp32", repeats=1, copy_bytes=1 << 16, product_sizes=(64,), attention_tokens=(32,),
-    attention_heads=2, block_tokens=(32, 64), block_heads=(4, 2, 8),
+    attention_heads=2, block_tokens=(32, 64), block_heads=((4, 2, 8),), uneven_blocks=((64, 32),),
     replay_model="tiny", replay_plans={2: PLANNERS, 4: ("static", "lengthwise")},
     replay_capacity_tokens=64, replay_tokens_a_rank=96, replay_profile_seconds=1.0, step_parts=_TINY_STEP_PARTS,
     step_repeats=2, step_compiled=False, pack_tokens=64, profile_model="tiny", profile_seconds=0.5, profile_tokens=64,

@@ -38,6 +38,7 @@ from lengthwise.models import Computing
 OURS, ONE_BY_ONE, PACKED = "lengthwise", "HF one by one", "HF + varlen"
 LIGER, COMPILED = "lengthwise, Liger", "lengthwise, compiled"
 EAGER = (OURS, ONE_BY_ONE, PACKED)
+_ONCE = {"steps_8b": (OURS, PACKED, LIGER, COMPILED)}  # loops that a part runs in one turn
 _COMPUTING = {
     OURS: Computing(fused_layers="off"),
     LIGER: Computing(),
@@ -58,6 +59,8 @@ class Turn:
 def turns_of(sizes: Sizes, part: str) -> list[Turn]:
     """List the turns of a part, in order."""
     models = sizes.step_parts[part]
+    if part in _ONCE:
+        return [Turn(model=model, loop=loop) for model in models for loop in _ONCE[part]]
     turns = [Turn(model=model, loop=loop) for model in models for loop in (*EAGER, *reversed(EAGER))]
     if part == "steps" and sizes.step_compiled:
         turns += [Turn(model=model, loop=loop) for model in models for loop in (LIGER, COMPILED)]

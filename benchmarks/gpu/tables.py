@@ -92,9 +92,9 @@ def ceilings(sizes: Sizes, records: Records) -> None:
 
 def blocks(sizes: Sizes, records: Records) -> None:
     """Write rows `block` and `pack`."""
-    device, (heads, kv_heads, head_dim) = sizes.where, sizes.block_heads
+    device = sizes.where
 
-    def rows(tokens: int, number: int) -> Tensor:
+    def rows(tokens: int, number: int, head_dim: int) -> Tensor:
         return torch.randn(tokens, number, head_dim, dtype=sizes.dtype, device=device)
 
     def add(table: str, run: Callable[[], object], **values: Any) -> None:
@@ -103,20 +103,24 @@ def blocks(sizes: Sizes, records: Records) -> None:
 
     varlen = VarlenKernel(TorchVarlenOps() if device.type == "cuda" else ReferenceVarlenOps())
     dense = DenseKernel(CudnnOps() if device.type == "cuda" else ReferenceDenseOps())
-    for tokens in sizes.block_tokens:
-        for causal in (True, False):
-            q, k, v = rows(tokens, heads), rows(tokens, kv_heads), rows(tokens, kv_heads)
+    of_rings = [(tokens, tokens) for tokens in sizes.block_tokens] + list(sizes.uneven_blocks)
+    shapes = [(tokens, tokens, True) for tokens in sizes.block_tokens] + [(*each, False) for each in of_rings]
+    for heads, kv_heads, head_dim in sizes.block_heads:
+        for queries, keys, causal in shapes:
+            q, k, v = rows(queries, heads, head_dim), *(rows(keys, kv_heads, head_dim) for _ in range(2))
             block = Block(q=q, k=k, v=v, scale=head_dim**-0.5, causal=causal)
+            sees = "before it" if causal else "all"
             for kernel in (varlen, dense):
                 work = partial(_forward_backward, kernel.forward, kernel.backward, block)
-                add("block", work, kernel=kernel.name, tokens=tokens, sees="before it" if causal else "all")
+                add("block", work, kernel=kernel.name, head_dim=head_dim, tokens=queries, keys=keys, sees=sees)
+    heads, kv_heads, head_dim = sizes.block_heads[0]
     long, shorts = sizes.block_tokens[-1], [max(1, sizes.block_tokens[0] // 32)] * 500
     lengths, chosen = [long, *shorts], ByLengthKernel(dense, varlen, diagonal_tokens=long)  # on the CPU
     if device.type == "cuda":
         chosen = choose_kernel(
             device, AttentionNeeds(dtype=sizes.dtype, head_dim=head_dim, heads=heads, kv_heads=kv_heads)
         )
-    q, k, v = rows(sum(lengths), heads), rows(sum(lengths), kv_heads), rows(sum(lengths), kv_heads)
+    q, k, v = (rows(sum(lengths), number, head_dim) for number in (heads, kv_heads, kv_heads))
     whole = Block(q=q, k=k, v=v, scale=head_dim**-0.5)
     apart = pack_documents(lengths, window=None, device=device, alone_from=long)
     borders = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
