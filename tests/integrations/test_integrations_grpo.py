@@ -32,7 +32,7 @@ from trl.trainer.utils import pad
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
 from lengthwise.integrations.arguments import PLANNED
-from lengthwise.integrations.rollouts import joined
+from lengthwise.integrations.rollouts import joined, planned_rows
 from lengthwise.integrations.token_losses import TokenSum
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from tiers import some
@@ -296,6 +296,9 @@ def test_rollouts_that_no_plan_takes_are_refused(tmp_path, saved):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=61)
     with pytest.raises(PlanError, match=r"expected at most 64 tokens .* got sequence \d+ of \d+ tokens"):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=64)
+    one = {name: torch.ones(1, 1) for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
+    with pytest.raises(DataError, match="images with pixel_values and image_grid_thw; got pixel_values without them"):
+        planned_rows([{**one, "pixel_values": torch.ones(1, 3), "num_images": [1]}])
 
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, saved, monkeypatch):

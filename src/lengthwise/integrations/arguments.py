@@ -118,6 +118,10 @@ def problems_of(arguments: Any, *, refused: Mapping[str, Refusal] = MappingProxy
             if value not in RECOMPUTE_KINDS:
                 expected = f"one of {', '.join(RECOMPUTE_KINDS)}"
                 refuse(f"activation_checkpointing_kwargs.{name}", expected, value, "it is no kind of recomputation")
+            elif not _checkpoints(arguments):
+                expected, remedy = "gradient_checkpointing=True beside it", "Set gradient_checkpointing=True."
+                why = "without activation checkpointing nothing reads it"
+                refuse(f"activation_checkpointing_kwargs.{name}", expected, value, why, remedy)
         elif name not in ("use_reentrant", "determinism_check", "preserve_rng_state", "debug", "early_stop"):
             refuse(f"activation_checkpointing_kwargs.{name}", "none", value, "the plan recomputes whole layers")
     if not arguments.average_tokens_across_devices and arguments.world_size > 1:
@@ -167,9 +171,13 @@ def refuse_with_parts(arguments: Any) -> None:
 
 def recompute_of(arguments: Any) -> str:
     """Return the kind of recomputation for a Trainer's activation checkpointing; its keywords may name another one."""
-    if not any(_value(arguments, name) for name in CHECKPOINTING):
+    if not _checkpoints(arguments):
         return "none"
     return (_checkpointing(arguments) or {}).get("recompute", "layer")
+
+
+def _checkpoints(arguments: Any) -> bool:
+    return any(_value(arguments, name) for name in CHECKPOINTING)
 
 
 def _checkpointing(arguments: Any) -> Mapping[str, Any] | None:

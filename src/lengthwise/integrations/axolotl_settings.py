@@ -21,7 +21,7 @@ _ONE: tuple[Any, ...] = (*OFF, 1)
 _MESH = "it is a fixed mesh; a plan shards each sequence over ranks of its own"
 _LOSS = "it replaces the loss; planned steps compute the loss in chunks without it"
 _LAYERS = "it replaces parts of the model that a plan runs"
-_ADAPTER = "only LoRA over weights that are not quantized is planned"
+_ADAPTER = "of adapters only LoRA over weights that are not quantized was tried here"
 
 REFUSED_KEYS: Mapping[str, Refusal] = {
     **{name: REFUSED[name] for name in ("deepspeed", "fsdp", "torch_compile", "neftune_noise_alpha")},

@@ -102,11 +102,13 @@ def _images(batch: Mapping[str, Any]) -> dict[str, Sequence[Tensor]]:
     Raises:
         DataError: the family has other columns of images.
     """
-    if others := [name for name in _OF_OTHER_IMAGES if batch.get(name) is not None]:
+    others = [name for name in _OF_OTHER_IMAGES if batch.get(name) is not None]
+    has_images = batch.get(PIXELS) is not None
+    if others or (has_images and any(batch.get(name) is None for name in OF_IMAGES)):
         remedy = "Use a model of Qwen's, or take the images out of the prompts."
-        got = ", ".join(others)
+        got = ", ".join(others) or f"{PIXELS} without them"
         raise DataError("dataset", expected=f"images with {' and '.join(_GRIDS)}", got=got, remedy=remedy)
-    if batch.get(PIXELS) is None:
+    if not has_images:
         return {}
     split: dict[str, Any] = split_pixel_values_by_grid(dict(batch))  # type: ignore[assignment]
     return {name: split[name] for name in _GRIDS}

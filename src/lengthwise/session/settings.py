@@ -167,8 +167,9 @@ def check_settings(
     if not problems.problems:
         dtype = dtype if stored is None else stored.dtype
         _check_layers(text, asked, dtype=dtype, on_gpus=where.type == "cuda", problems=problems)
-    for rule in broken({**vars(asked), "quantization": kind_of(text)}, asked.door):
-        problems.add(rule.error({**vars(asked), "quantization": kind_of(text)}))
+    values = {**vars(asked), "quantization": kind_of(text)}
+    for rule in broken(values, asked.door):
+        problems.add(rule.error(values))
     problems.raise_all()
     assert dtype is not None, "a model without one was refused"
     return SessionSettings(
