@@ -320,8 +320,8 @@ or its tokenizer. The whole model runs, as in Hugging Face. Only its decoder and
 - Weights that Hugging Face's class skips when it loads are not saved: Qwen3.5's heads for several tokens (`mtp.`).
 - LoRA of a run file adapts the text part alone, and its saved adapter opens on the whole model. peft's `all-linear` in
   a loop of your own also puts adapters on the tower: these do not change.
-- A row with the token of an image, a video or a sound (`image_token_id` and others in config.json) is refused by its
-  name. [Images](guides/images.md) train in some families, in trainers and Session.
+- In some families rows with [images](guides/images.md) train, in trainers and Session. Everywhere else a row with the
+  token of an image, a video or a sound (`image_token_id` and others in config.json) is refused by its name.
 - If the family has a class for text alone (Qwen3.5), you can load the checkpoint with it, too; the saved model then has
   no tower.
 

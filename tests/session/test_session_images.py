@@ -83,6 +83,7 @@ def test_answers_about_an_image_share_its_tokens_and_adapters_train(tmp_path):
 
 def test_images_that_do_not_fit_their_row_or_model_are_named():
     model = image_model("qwen3_vl", torch.float32)
+    model.config.video_token_id = video = IMAGE + 1
     rows = image_rows(model, [[2, (4, 4), 3]])
 
     def said(session, **changes):
@@ -99,8 +100,10 @@ def test_images_that_do_not_fit_their_row_or_model_are_named():
         assert f"got no token {IMAGE}" in said(session, input_ids=torch.where(ids == IMAGE, 1, ids))
         wider = grids + torch.tensor([0, 0, 2])
         assert "for 1 image; got 6 tokens and 24 entries" in said(session, image_grid_thw=wider)
-        video = torch.where(ids == IMAGE, model.config.video_token_id, ids)
-        assert "ids below the model's" in said(session, input_ids=video)
+        of_video = torch.where(ids == IMAGE, video, ids)
+        assert f"got the token {video}, which stands for an image or a sound (video_token_id)" in said(
+            session, input_ids=of_video
+        )
     config = tiny_tower_config("gemma3", "gemma3_text", {"vocab_size": VOCAB}, image_token_index=IMAGE)
     blind = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train()
     with Session(blind, SGD(blind.parameters()), capacity_tokens=64) as session:

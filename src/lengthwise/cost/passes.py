@@ -33,10 +33,10 @@ class PassShares:
     states: float = 0.5
 
 
-# Two products of attention forward and five backward; keys and values in bf16, once more and fp32 gradients backward.
 # Of forward's linear work: norms, RoPE, activations, residuals. By bytes at the memory's rate, 26 % (H200) and 31 %
 # (H100) of eager Qwen3-8B, 33 % of a Llama of 1B parameters (docs/decisions/keep-products.md).
 ELEMENTWISE = 0.3
+# Two products of attention forward and five backward; keys and values in bf16, once more and fp32 gradients backward.
 FORWARD = PassShares(attention=2 / 7, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
 BACKWARD = PassShares(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 
