@@ -66,7 +66,7 @@ def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):
         planned(args)
     said = {each.where for each in raised.value.problems}
     assert said == {*REFUSED, *(f"activation_checkpointing_kwargs.{name}" for name in ("every_n_layers", "recompute"))}
-    (problem,) = problems_of(arguments(tmp_path, gradient_checkpointing_kwargs={"recompute": "elementwise"}))
+    (problem,) = problems_of(arguments(tmp_path, activation_checkpointing_kwargs={"recompute": "elementwise"}))
     assert "nothing reads it" in problem.got
     for name in [each.value for each in OptimizerNames if "bit" in each.value or "bnb" in each.value]:
         (problem,) = problems_of(arguments(tmp_path, optim=name))

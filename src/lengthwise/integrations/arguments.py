@@ -119,7 +119,7 @@ def problems_of(arguments: Any, *, refused: Mapping[str, Refusal] = MappingProxy
                 expected = f"one of {', '.join(RECOMPUTE_KINDS)}"
                 refuse(f"activation_checkpointing_kwargs.{name}", expected, value, "it is no kind of recomputation")
             elif not _checkpoints(arguments):
-                expected, remedy = "gradient_checkpointing=True beside it", "Set gradient_checkpointing=True."
+                expected, remedy = "activation_checkpointing=True beside it", "Set it, or remove this."
                 why = "without activation checkpointing nothing reads it"
                 refuse(f"activation_checkpointing_kwargs.{name}", expected, value, why, remedy)
         elif name not in ("use_reentrant", "determinism_check", "preserve_rng_state", "debug", "early_stop"):
