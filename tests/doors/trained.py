@@ -188,7 +188,8 @@ class OwnLoss:
 
 def by_trainer(layout, loss, models, folder, *, base=Trainer, config=TrainingArguments, **given):
     settings = settings_of(layout, folder)
-    recomputes = settings.pop("recompute", "none") == "layer"
+    recompute = settings.pop("recompute", "none")
+    again = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"recompute": recompute}}
     kind = type("OwnTrainer", (OwnLoss, base), {}) if loss == "compute_loss" else base
     rows = {"train_dataset": datasets.Dataset.from_list(ROWS), "eval_dataset": datasets.Dataset.from_list(EVAL_ROWS)}
 
@@ -196,7 +197,11 @@ def by_trainer(layout, loss, models, folder, *, base=Trainer, config=TrainingArg
         found, model = Outcome(), plain.load_model(models, layout.model)
         size = len(STEPS[0]) // layout.ranks
         given["args"] = arguments(
-            folder, kind=config, per_device_train_batch_size=size, activation_checkpointing=recomputes, **ARGUMENTS
+            folder,
+            kind=config,
+            per_device_train_batch_size=size,
+            **(again if recompute != "none" else {"activation_checkpointing": False}),
+            **ARGUMENTS,
         )
         given.update(rows, callbacks=[Logged(found)], data_collator=padded)
         trainer = kind(model=model, **given, **settings)
