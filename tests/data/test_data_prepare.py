@@ -285,3 +285,10 @@ def test_prepare_of_weighted_sources_is_refused_and_their_stores_are_weighed(tmp
     prepare(sources[:1], tmp_path / "store")
     mixed = load(DataSource(path=tmp_path / "store", weight=3.0), sources[1])
     assert mixed.weights == load(heavy, sources[1]).weights == ((0, 3.0), (2, 1.0))
+
+
+def test_prepared_source_may_have_a_name_that_is_no_utf8(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl"))
+    path.write_text('{"text": "ab"}\n')
+    prepare([DataSource(path=path)], tmp_path / "store")
+    assert content(load(tmp_path / "store")) == content(load(DataSource(path=path)))

@@ -144,6 +144,15 @@ def test_folder_file_name_that_is_no_utf8_can_be_told(tmp_path):
         load(DataSource(path=tmp_path))
 
 
+@pytest.mark.parametrize("name", ["$LENGTHWISE_NAME.jsonl", "a::b.jsonl"])
+def test_file_of_rows_whose_name_the_library_would_change_is_refused(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("LENGTHWISE_NAME", "other")
+    for each in (name, "other.jsonl"):
+        (tmp_path / each).write_text('{"text": "a"}\n')
+    with pytest.raises(DataError, match="a path without :: and names of variables"):
+        load(DataSource(path=tmp_path / name))
+
+
 @pytest.mark.parametrize("source", ["a", "."])
 def test_file_without_permission_is_refused(tmp_path, monkeypatch, source):
     def refuse(path, mode):

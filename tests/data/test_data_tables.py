@@ -1,5 +1,6 @@
 """Tables and packed files: the rows of each kind of source are those of the same rows in JSON lines."""
 
+import errno
 import gzip
 import json
 import os
@@ -17,6 +18,7 @@ from data.stores import load as stored
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError
 from lengthwise.data import ByteTokenizer, load_dataset
+from lengthwise.data.library import library
 from properties import costly
 
 TEXTS = st.lists(st.fixed_dictionaries({"text": st.text(st.characters(codec="utf-8"), min_size=1)}), min_size=1)
@@ -116,6 +118,7 @@ def test_table_without_rows_is_refused(tmp_path):
     [
         ({"dataset_dict.json": "{}"}, "one split of a saved dataset"),
         ({"state.json": "{"}, "a saved dataset"),
+        ({"state.json": '{"_data_files": []}'}, "expected rows; got an empty file"),
         ({"state.json": '{"_data_files": [{"filename": "../x.arrow"}]}'}, "in its folder"),
         ({"state.json": '{"_data_files": [{"filename": "x.arrow"}]}'}, "a whole file"),
     ],
@@ -136,3 +139,13 @@ def test_source_of_every_kind_is_prepared_with_rows_by_their_number(tmp_path, ki
     bad = DataSource(path=write([*rows, {"input_ids": [100]}], tmp_path / "bad", kind))
     with pytest.raises(DataError, match=r":100: expected whole numbers from 0 to 99"):
         prepare([bad], tmp_path / "other", vocab_size=100)
+
+
+def test_ctrl_c_that_the_library_wraps_stays_one():
+    with pytest.raises(KeyboardInterrupt), library("a", "file"):
+        raise datasets.exceptions.DatasetGenerationError from KeyboardInterrupt()
+
+
+def test_no_room_for_a_large_file_names_the_cache():
+    with pytest.raises(DataError, match="expected room for a copy of a "), library("a", "file"):
+        raise OSError(errno.EFBIG, "File too large")

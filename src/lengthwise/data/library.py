@@ -43,13 +43,15 @@ def library(shown: str, place: Place) -> Iterator[None]:
         with _offline(settings, unless=place == "url" or (place == "hub" and hub_answers(endpoint()))):
             yield
     except Exception as error:  # noqa: BLE001 - its own are of many kinds
+        if isinstance(error.__cause__, KeyboardInterrupt):  # it wraps Ctrl-C, too
+            raise error.__cause__ from None
         raise of_library(shown, place, error) from None
 
 
 def of_library(where: str, place: Place, error: BaseException) -> DataError:
     """Return the error for an error of `datasets`."""
     error = error.__cause__ or error  # the cause of its "error while generating" says what happened
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         expected = f"room for a copy of {where} by `datasets`"
         remedy = "Make room there, or name another folder with HF_DATASETS_CACHE."
         return DataError(str(_cache()), expected=expected, got=error.strerror or str(error), remedy=remedy)

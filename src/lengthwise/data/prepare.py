@@ -40,7 +40,7 @@ from lengthwise.data.prepared import (
     write_description,
 )
 from lengthwise.data.refusals import Refusals
-from lengthwise.data.sources import RowFile, changed_file, empty_file, list_source, version_of
+from lengthwise.data.sources import RowFile, changed_file, empty_file, list_source, printable_name, version_of
 from lengthwise.data.tokenizer import Tokenizer, tokenizer_of_process
 from lengthwise.data.tokens import BAD, EMPTY, REFUSED, Tokenizing
 
@@ -361,10 +361,16 @@ def _checked(plan: ToPrepare, columns: Columns, firsts: Sequence[int]) -> Prepar
         kinds={name: counts[name] for name in KINDS if counts[name] and name not in _LEFT_OUT},
         skipped=skipped,
         tokenizer=plan.tokenizer if any(counts[name] for name in ("text", "pair", "chat")) else None,
-        sources=tuple(source.model_dump(mode="json", exclude=_OF_RUNS) for source in plan.sources),
+        sources=tuple(map(_described, plan.sources)),
         origins=tuple((first, file.label) for first, (_, file) in zip(firsts, plan.files, strict=False)),
         files={},
     )
+
+
+def _described(source: DataSource) -> dict[str, object]:
+    """Return the keys of a source; its path, which may be no UTF-8, as JSON can hold it."""
+    keys = source.model_dump(mode="json", exclude=_OF_RUNS)
+    return {**keys, "path": None if source.path is None else printable_name(source.path)}
 
 
 def _together(plan: ToPrepare) -> str:

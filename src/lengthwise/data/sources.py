@@ -184,6 +184,8 @@ def _saved(root: Path, label: str) -> RowFile:
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         got = f"{_SAVED[0]} with {type(error).__name__}: {str(error)[:100]}"
         raise DataError(shown, expected="a saved dataset", got=got, remedy="Save it again.") from None
+    if not names:
+        raise empty_file(shown)
     if wrong := [name for name in names if Path(name).name != name]:
         expected = "a dataset with all its rows in its folder"
         raise DataError(shown, expected=expected, got=f"{wrong}", remedy="Save it again.")
@@ -209,6 +211,10 @@ def row_file(path: Path, label: str) -> RowFile:
     import glob
 
     shown, (head, is_packed) = printable_name(path), _head(path)
+    name = os.path.abspath(path)
+    if "::" in name or os.path.expandvars(name) != name:  # `datasets` would look for, or read, another file
+        expected, remedy = "a path without :: and names of variables ($NAME)", "Rename it."
+        raise DataError(shown, expected=expected, got=printable_name(name), remedy=remedy)
     builder = next((kind for magic, kind in _TABLES.items() if head.startswith(magic)), None)
     of_file: dict[str, Any] = {"label": label, "shown": shown, "root": path, "paths": (path,)}
     ending = path.name.lower().removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
