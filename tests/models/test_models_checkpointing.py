@@ -200,6 +200,8 @@ def test_a_model_that_writes_over_its_attention_is_found(kind):
 def test_a_product_that_the_model_writes_over_is_kept_as_it_was():
     model, plan = copy.deepcopy(pair_of("llama")["planned"]), make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))])
     model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda _module, _given, out: out.add_(1.0))
+    scale = model.model.layers[1].input_layernorm.weight[0]  # autograd saves both factors before it writes
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda _module, _given, out: out.mul_(scale))
     kept, again = (
         run_step(model, recomputing(plan, kind), make_batch((6,), vocab=48), precision="fp32")
         for kind in ("none", "elementwise")

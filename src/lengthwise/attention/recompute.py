@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from lengthwise.attention.partials import Attended
@@ -27,6 +26,7 @@ from lengthwise.program import HeadRange
 
 Kept = tuple[Callable[[], Tensor], Mapping[HeadRange, Callable[[], Tensor]]]
 """(out, lse by range of heads) of one layer, to be read once."""
+_OVERWROTE = "the model overwrote the output of its attention or of a product"
 _aten = torch.ops.aten
 _PRODUCTS = frozenset(
     getattr(_aten, name).default
@@ -92,21 +92,21 @@ class Recomputation:
         if not self.is_second_run:
             out, attended = run()
             keep = partial(_keep, self._saver)
-            lse = {heads: keep(saved.lse) for heads, (_, saved) in attended.items()}
-            self._kept.append((keep(out.detach()), lse))
+            lse = {heads: keep(saved.lse, saved.lse._version) for heads, (_, saved) in attended.items()}
+            self._kept.append((keep(out.detach(), out._version), lse))
             return out, attended
         kept, lse = self._kept.popleft()
         return (out := kept()), read_again(out, {heads: each() for heads, each in lse.items()})
 
 
-def _keep(saver: ActivationSaver | None, tensor: Tensor) -> Callable[[], Tensor]:
-    """Keep or offload a tensor; return a function that returns it, if it was not overwritten."""
-    version = tensor._version
+def _keep(saver: ActivationSaver | None, tensor: Tensor, version: int) -> Callable[[], Tensor]:
+    """Keep or offload a tensor of this version; return a function that returns it, if it was not overwritten."""
+    assert tensor._version == version, _OVERWROTE
     saved = tensor if saver is None else saver.pack(tensor)
     held = saved if isinstance(saved, Tensor) else saved.kept  # None if it is away
 
     def unwritten() -> Tensor:
-        assert held is None or held._version == version, "the model overwrote the output of its attention"
+        assert held is None or held._version == version, _OVERWROTE
         return cast(Tensor, saved) if saver is None else saver.unpack(saved)
 
     return unwritten
@@ -135,8 +135,9 @@ class _Products(TorchDispatchMode):
     def __init__(self, saver: ActivationSaver | None) -> None:
         super().__init__()
         self._saver = saver
-        self._unread, self._kept = list[Tensor](), deque[Callable[[], Tensor]]()
-        self._storages = dict[int, StorageWeakRef]()  # of kept results
+        self._made, self._kept = list[tuple[Tensor, int]](), deque[Callable[[], Tensor]]()  # results, their versions
+        self._read = 0  # of the results, those that the second run comes to
+        self._places = dict[int, int]()  # of results in `_made`, by storage
         self._hooks: saved_tensors_hooks | None = None
         self._is_second_run = False
 
@@ -154,24 +155,20 @@ class _Products(TorchDispatchMode):
         if self._hooks is not None:
             self._hooks.__exit__(*error)
         self._hooks, self._is_second_run = None, True
-        self._unread.clear()
-        self._storages.clear()
+        self._kept.extend(_keep(self._saver, *each) for each in self._made[: self._read] if error[0] is None)
+        self._made.clear()
+        self._places.clear()
 
     def _read_later(self) -> None:
         """Keep the results so far: the second run comes here."""
-        for each in self._unread:
-            storage = StorageWeakRef(each.untyped_storage())
-            self._storages[storage.cdata] = storage
-            self._kept.append(_keep(self._saver, each))
-        self._unread.clear()
+        self._read = len(self._made)
 
     def _before_write(self, tensor: Tensor) -> None:
         """Copy a result that the model is about to overwrite. Counters of writes do not see writes to its views."""
-        written = StorageWeakRef(tensor.untyped_storage()).cdata
-        for place, each in enumerate(self._unread):
-            if StorageWeakRef(each.untyped_storage()).cdata == written:
-                self._unread[place] = each.clone()
-        assert written not in self._storages, "the model overwrites the result of a product that backward reads again"
+        place = self._places.pop(tensor.untyped_storage()._cdata, None)
+        if place is not None:
+            copy = self._made[place][0].clone()
+            self._made[place] = copy, copy._version
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, or return the kept result of a product."""
@@ -184,7 +181,8 @@ class _Products(TorchDispatchMode):
                 self._before_write(args[place])
         out = func(*args, **(kwargs or {}))
         if is_kept:
-            self._unread.append(out.detach())
+            self._places[out.untyped_storage()._cdata] = len(self._made)
+            self._made.append((out.detach(), out._version))
         return out
 
     @classmethod
