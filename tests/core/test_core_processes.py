@@ -1,6 +1,7 @@
 """Children of a process whose threads ended a moment ago."""
 
 import os
+import signal
 import sys
 import threading
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 import torch
 
-from lengthwise.core.processes import end_with_parent, let_threads_end
+from lengthwise.core.processes import ctrl_c_between_forks, end_with_parent, let_threads_end
 from lengthwise.run.launch import on_ranks, threads_of_each
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -52,3 +53,21 @@ def test_a_child_whose_parent_is_gone_ends():
         end_with_parent(os.getppid() + 1)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def interrupted(fork):
+    with ctrl_c_between_forks():
+        assert fork(lambda: os.kill(os.getpid(), signal.SIGINT)) == "forked"
+        time.sleep(10)
+
+
+def test_ctrl_c_amid_a_fork_comes_after_it():
+    """Once an interrupted preparation of two processes hung: a lock of logging's stayed held."""
+    before, found = signal.signal(signal.SIGINT, signal.default_int_handler), {}
+    exec(compile("def fork(kill):\n    kill()\n    return 'forked'", "/multiprocess/popen_fork.py", "exec"), found)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupted(found["fork"])
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)

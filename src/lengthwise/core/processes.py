@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ _STANDARD_ERROR = 2
 _THREADS = Path("/proc/self/task")
 _LOOK_SECONDS = 0.01
 _MOST_SECONDS = 1.0
+_FORKING = "popen_fork.py"  # of multiprocessing, and of multiprocess, which datasets uses
+_AGAIN_SECONDS = 0.1
 
 
 def end_with_parent(parent: int) -> None:
@@ -43,6 +46,42 @@ def ending_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextlib.contextmanager
+def ctrl_c_between_forks() -> Iterator[None]:
+    """Let Ctrl-C wait inside the block while a process is forked, and leave it to this process alone.
+
+    Amid a fork, KeyboardInterrupt would leave locks of other modules held for good.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    owner, before = os.getpid(), signal.getsignal(signal.SIGINT)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:
+            return  # this process ends its children
+        at = frame
+        while at is not None:
+            if os.path.basename(at.f_code.co_filename) == _FORKING:
+                again = threading.Timer(_AGAIN_SECONDS, os.kill, (owner, number))
+                again.daemon = True
+                again.start()
+                return
+            at = at.f_back
+        if callable(before):
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # an error while a pool ended
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def start_module(module: str, *arguments: str, stdin: int, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:

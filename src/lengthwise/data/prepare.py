@@ -25,6 +25,7 @@ import numpy as np
 from lengthwise.core import __version__
 from lengthwise.core.errors import Collector, ConfigError, DataError, OutputError, RankError, raise_problems
 from lengthwise.core.files import sync, try_lock
+from lengthwise.core.processes import ctrl_c_between_forks
 from lengthwise.data.arrow import KINDS, Columns, schema, table_of
 from lengthwise.data.blocks import ROWS, block_of
 from lengthwise.data.dataset import TOO_LONG
@@ -283,19 +284,20 @@ def _tokenized(plan: ToPrepare, work: Path, processes: int) -> tuple[Any, list[i
         source, files = plan.files[numbers[0]][0], [plan.files[number][1] for number in numbers]
         starts = [firsts[number] - firsts[numbers[0]] for number in numbers]
         try:
-            found = together.map(
-                _Tokens(plan.tokenizing, source, files, starts),
-                with_indices=True,
-                batched=True,
-                batch_size=ROWS,
-                writer_batch_size=ROWS,
-                num_proc=number if (number := min(processes, len(together))) > 1 else None,
-                remove_columns=together.column_names,
-                features=datasets.Features.from_arrow_schema(schema()),
-                cache_file_name=os.fspath(work / f"{len(parts)}.arrow"),
-                new_fingerprint=f"{plan.fingerprint()[:32]}{len(parts)}",
-                desc=plan.keys[source],
-            )
+            with ctrl_c_between_forks():
+                found = together.map(
+                    _Tokens(plan.tokenizing, source, files, starts),
+                    with_indices=True,
+                    batched=True,
+                    batch_size=ROWS,
+                    writer_batch_size=ROWS,
+                    num_proc=number if (number := min(processes, len(together))) > 1 else None,
+                    remove_columns=together.column_names,
+                    features=datasets.Features.from_arrow_schema(schema()),
+                    cache_file_name=os.fspath(work / f"{len(parts)}.arrow"),
+                    new_fingerprint=f"{plan.fingerprint()[:32]}{len(parts)}",
+                    desc=plan.keys[source],
+                )
         except RuntimeError as error:  # a process was killed
             remedy = "Take fewer with {workers}, or take the rows out; the same command goes on with what is there."
             got = " ".join(str(error).split())[:300]
