@@ -83,9 +83,14 @@ def test_a_quantized_base_counts_its_bytes(tmp_path):
     [
         (NF4, {"shard": "zero3"}, "several weights share a byte"),
         (BitsAndBytesConfig(load_in_8bit=True), {}, "llm_int8_threshold=6.0"),
+        (NF4, {"dtype": torch.float64}, "fp32 at most"),
     ],
 )
 def test_what_a_quantized_base_cannot_have_is_refused(tmp_path, how, options, words):
-    model = quantized_model(write_model(tmp_path), how)
+    model, options = quantized_model(write_model(tmp_path), how), dict(options)
+    adapters = [each for each in model.parameters() if each.requires_grad]
+    dtype = options.pop("dtype", torch.float32)
+    for each in adapters:
+        each.data = each.data.to(dtype)
     with pytest.raises(LengthwiseError, match=words):
-        Session(model, SGD([each for each in model.parameters() if each.requires_grad]), **options)
+        Session(model, SGD(adapters), **options)

@@ -53,10 +53,6 @@ def all_terms_cost(
         added = adapters / shape.linear_params
         linear = 2 / 3 + added
         linear_forward = (1 + added) / 3 / linear
-    unpacked = 0.0
-    if quantization is not None:
-        moved = PASSES * shape.quantized_params * (QUANTIZED_BYTES[quantization] + 2 * dtype_bytes)
-        unpacked = moved / hardware.memory_bytes_per_second
     forward = PassShares(
         attention=1 / (1 + _BACKWARD_ATTENTION), linear=linear_forward, ring=ring_forward, exchange=0.5
     )
@@ -64,7 +60,7 @@ def all_terms_cost(
         plain,
         quadratic_seconds=plain.quadratic_seconds / stages,
         linear_seconds=linear * plain.linear_seconds / stages,
-        fixed_seconds=plain.fixed_seconds / stages + unpacked,
+        fixed_seconds=plain.fixed_seconds / stages + _unpacking_seconds(shape, hardware, quantization),
         cut_seconds=plain.cut_seconds / stages,
         block_efficiency=hardware.block_efficiency,
         ring_efficiency=hardware.ring_efficiency,
@@ -98,3 +94,11 @@ def all_terms_cost(
         + ("" if adapters is None else f" adapters {adapters}")
         + ("" if quantization is None else f" {quantization}"),
     )
+
+
+def _unpacking_seconds(shape: ModelShape, hardware: Hardware, quantization: str | None) -> float:
+    """Return the seconds in which all passes of a microbatch make weights of quantized ones, all layers together."""
+    if quantization is None:
+        return 0.0
+    moved = QUANTIZED_BYTES[quantization] + 2 * hardware.compute_dtype_bytes
+    return PASSES * shape.quantized_params * moved / hardware.memory_bytes_per_second

@@ -139,7 +139,9 @@ def refuse_placeholders(ids: np.ndarray, names: Mapping[int, str], where: str | 
     if found.size:
         first = int(found[0])
         got = f"the token {first}, which stands for an image or a sound ({names[first]})"
-        remedy = "Remove such rows, or train them with plain TRL or Transformers: only text trains here."
+        remedy = (
+            "Remove such rows, or use plain TRL or Transformers: images train in some families, and without stages."
+        )
         raise DataError(where if isinstance(where, str) else where(), expected="tokens of text", got=got, remedy=remedy)
 
 

@@ -238,12 +238,9 @@ class PlannedTrainerMixin(_Base):
             **self._session_options,
         )
         if session.world_size != self.args.world_size:  # accelerate does not join ranks on CPUs by itself
-            got, remedy = (
-                f"{self.args.world_size:,}",
-                "Set use_cpu=True in them, or ACCELERATE_USE_CPU=true for the ranks.",
-            )
+            remedy = "Set use_cpu=True in them, or ACCELERATE_USE_CPU=true for the ranks."
             expected = f"arguments of the {session.world_size:,} processes that were started"
-            raise ConfigError("world_size", expected=expected, got=got, remedy=remedy)
+            raise ConfigError("world_size", expected=expected, got=f"{self.args.world_size:,}", remedy=remedy)
         session.expect(whole_logits=self._takes_whole_logits())
         if session.engine.is_cut:
             refuse_with_parts(self.args)

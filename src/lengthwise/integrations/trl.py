@@ -133,7 +133,9 @@ class PreferenceCollator:
         """Return the examples' rows: all chosen ones, then all rejected ones."""
         alone = [dict(example) for example in examples]  # TRL's collator changes its examples
         inputs = dict(self.collate(list(examples)))
-        seen = [inputs.pop(name) for name in (*IMAGE_COLUMNS, *MODALITIES) if name in inputs]
+        seen = [inputs.pop(name) for name in IMAGE_COLUMNS if name in inputs]
+        for name in MODALITIES:
+            inputs.pop(name, None)
         others = sorted(inputs.keys() - {_IDS, _MASK, _COMPLETION, *_OF_REFERENCE})
         if others:
             got, remedy = ", ".join(others), "Remove these columns."

@@ -165,7 +165,7 @@ class ImageReader:
 
     def _digest(self, given: Mapping[str, Tensor], ends: np.ndarray, image: int) -> int:
         found = hashlib.sha256()
-        for each in _of_images(given, ends, image, image + 1).values():
+        for each in _of_image(given, ends, image).values():
             found.update(each.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return int.from_bytes(found.digest()[:8], "little") | 1
 
@@ -189,7 +189,7 @@ class ImageReader:
         )
         parts, first, firsts = list[Mapping[str, Tensor]](), 0, dict[tuple[int, int], int]()
         for row, image in needed:
-            parts.append(_of_images(rows[row].inputs, rows[row].pixels, image, image + 1))
+            parts.append(_of_image(rows[row].inputs, rows[row].pixels, image))
             firsts[row, image] = first - _start(rows[row].ends, image)
             first += int(rows[row].ends[image]) - _start(rows[row].ends, image)
         features = [
@@ -228,10 +228,10 @@ def _start(ends: np.ndarray, image: int) -> int:
     return int(ends[image - 1]) if image else 0
 
 
-def _of_images(inputs: Mapping[str, Tensor], ends: np.ndarray, first: int, last: int) -> dict[str, Tensor]:
-    """Return the inputs of the images from `first` to `last`. ends: entries of `pixel_values` to the end of each."""
-    pixels = slice(_start(ends, first), int(ends[last - 1]))
-    return {name: each[pixels] if name == PIXELS else each[first:last] for name, each in inputs.items()}
+def _of_image(inputs: Mapping[str, Tensor], pixels: np.ndarray, image: int) -> dict[str, Tensor]:
+    """Return the inputs of one image. pixels: as in `RowImages`."""
+    own = slice(_start(pixels, image), int(pixels[image]))
+    return {name: each[own] if name == PIXELS else each[image : image + 1] for name, each in inputs.items()}
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -47,6 +47,9 @@ def problems_of(model: Any, where: str) -> Iterator[ModelRefused]:
         expected = "llm_int8_threshold=0.0 (which columns are outliers depends on the other rows of a microbatch)"
         remedy = "Load it with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
         yield ModelRefused(where, expected=expected, got=f"llm_int8_threshold={max(limits)}", remedy=remedy)
+    if layers and any(each.dtype == torch.float64 for each in model.parameters()):
+        expected, remedy = "fp32 at most: bitsandbytes computes in no wider type", "Convert the adapters to float32."
+        yield ModelRefused(where, expected=expected, got="parameters in float64", remedy=remedy)
     if any(layer.weight.requires_grad for layer in layers):
         got, remedy = "one that trains", "Freeze it, and train adapters: peft's prepare_model_for_kbit_training."
         yield ModelRefused(where, expected="frozen quantized weights", got=got, remedy=remedy)
