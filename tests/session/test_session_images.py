@@ -81,6 +81,19 @@ def test_answers_about_an_image_share_its_tokens_and_adapters_train(tmp_path):
         assert max(found) < 1e-11
 
 
+def test_a_tower_gets_no_gradients_and_other_images_make_other_steps():
+    """Even a tower that asks for gradients; and ranks compare what they were given before they run it."""
+    model = image_model("qwen3_vl", torch.float32)
+    model.model.visual.requires_grad_(True)
+    first, other = (image_rows(model, [[2, (4, 4), 3]], seed=seed) for seed in (0, 1))
+    other[0] |= {name: first[0][name] for name in ("input_ids", "labels")}
+    reader = image_reader(text_part(model))
+    assert RowBatch(first, reader=reader).identity != RowBatch(other, reader=reader).identity
+    with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
+        assert session.backward(first).loss != session.backward(other).loss
+    assert [name for name, each in model.model.visual.named_parameters() if each.grad is not None] == []
+
+
 def test_images_that_do_not_fit_their_row_or_model_are_named():
     model = image_model("qwen3_vl", torch.float32)
     model.config.video_token_id = video = IMAGE + 1
