@@ -122,9 +122,9 @@ def test_messages_are_those_that_the_order_check_counts(family, split, kind):
     assert phases["backward"] == kept + phases["forward"] * ((kind == "layer") - 1)
 
 
-def live_bytes(kind, *, layers=2):
+def live_bytes(kind, *, layers=2, **changes):
     """Return the bytes that wait for backward after a forward of a small model in fp32."""
-    model = tiny_model("llama", {"num_hidden_layers": layers}).train()
+    model = tiny_model("llama", {"num_hidden_layers": layers, **changes}).train()
     batch, transport = make_batch([200], vocab=48), SoloTransport()
     flat = whole_parameters(model, transport, dtype=torch.float32)
     (program,) = lower_plan(make_plan(1, [200], [Piece(ranks=(0,), sequences=(0,))]), 0)
@@ -153,12 +153,12 @@ def test_recomputing_keeps_what_it_says_and_no_more():
 
 
 class Products(TorchDispatchMode):
-    """Counts products of matrices."""
+    """Counts products of matrices, with and without a bias."""
 
     calls = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.calls += func is torch.ops.aten.mm.default
+        self.calls += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
         return func(*args, **(kwargs or {}))
 
 
@@ -166,7 +166,7 @@ def test_no_product_runs_twice_where_elementwise_operations_alone_are_computed_a
     counted = []
     for kind in ("none", "elementwise", "all_but_attention"):
         with Products() as products:
-            live_bytes(kind)
+            live_bytes(kind, attention_bias=True)
         counted.append(products.calls)
     assert counted[2] > counted[1] == counted[0] > 0
 
