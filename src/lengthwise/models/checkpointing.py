@@ -23,6 +23,7 @@ from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTED
 from lengthwise.models.double import as_here
 from lengthwise.models.modules import modules_of
+from lengthwise.models.text_part import TextPart
 
 _REMEDY = "This model can only be trained with `recompute: none`."
 
@@ -97,7 +98,8 @@ def _recomputing(
 
 def wrapped_layers(model: nn.Module) -> list[Any]:
     """List the decoder layers that Hugging Face wraps for checkpointing; some families have no wrap."""
-    return [module for module in modules_of(model) if isinstance(module, GradientCheckpointingLayer)]
+    decoder = model.get_decoder() if isinstance(model, TextPart) else model  # without towers
+    return [module for module in modules_of(decoder) if isinstance(module, GradientCheckpointingLayer)]
 
 
 class _All:

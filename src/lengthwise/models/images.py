@@ -1,8 +1,9 @@
 """Rows with images: the inputs of a family's images, their tokens and positions, and their features in a forward.
 
-A row keeps its image inputs whole. In a microbatch a rank runs the tower, without gradients, on the images whose tokens
-it holds, and the decoder gets the features of these tokens alone. Positions of several axes (M-RoPE) are those of the
-whole row, computed once by the family's own function, and cut with it.
+A row keeps its image inputs whole. In a microbatch a rank runs the tower on the images whose tokens it holds, and the
+decoder gets the features of these tokens alone. If the tower trains, it is part of the forward's graph: each rank has
+the gradient by its own tokens, and their sum over the ranks is exact. Positions of several axes (M-RoPE) are those of
+the whole row, computed once by the family's own function, and cut with it.
 """
 
 from __future__ import annotations
@@ -249,20 +250,26 @@ def _joined(parts: Sequence[Tensor]) -> Tensor:
 def image_reader(model: Any) -> ImageReader | None:
     """Return the reader of a model's images, None if its rows with images do not train."""
     whole = whole_model(model)
-    config: Any = getattr(whole, "config", None)
-    if not has_towers(config) or config.model_type not in _KINDS:
-        return None
     is_here = not any(each.is_meta for each in left_alone(model).values())  # of a stored model rank 0 has the tower
+    return ImageReader(whole) if sees_images(whole) and is_here else None
+
+
+def sees_images(whole: Any) -> bool:
+    """Return whether rows with images train, with a model whose tower is here."""
+    config: Any = getattr(whole, "config", None)
     # Earlier versions of Transformers would take the features for an argument that nothing reads.
-    takes_features = _FEATURES in inspect.signature(whole.model.forward).parameters
-    return ImageReader(whole) if is_here and takes_features else None
+    return (
+        has_towers(config)
+        and config.model_type in _KINDS
+        and _FEATURES in inspect.signature(whole.model.forward).parameters
+    )
 
 
 @contextmanager
 def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
     """Give a model the images of a microbatch in forwards inside the block, in place of the embeddings of their tokens.
 
-    The tower runs once per forward, without gradients.
+    The tower runs once per forward, with gradients if it trains.
     """
     if images is None:
         yield
@@ -271,7 +278,9 @@ def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
 
     def give(module: Any, arguments: Any, given: dict[str, Any]) -> Any:
         rows = given["position_ids"].shape[-1]
-        found: dict[str, Any] = {} if not images.inputs else {_FEATURES: {"image": _features(module, images)}}
+        found: dict[str, Any] = {}
+        if images.inputs:
+            found[_FEATURES] = {"image": _features(module, images, trains=bool(getattr(model, "towers", ())))}
         if images.positions is not None:
             found["position_ids"] = F.pad(images.positions, (0, rows - images.positions.shape[-1]))[:, None]
         return arguments, {**given, **found}
@@ -283,13 +292,19 @@ def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
         handle.remove()
 
 
-def _features(model: Any, images: MicrobatchImages) -> Any:
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _features(model: Any, images: MicrobatchImages, *, trains: bool) -> Any:
     """Return the tower's output, of the rank's image tokens alone."""
     decoder = model.get_decoder()
     for part in model.children():  # a model to be sharded waits in host memory, and its tower with it
         if part is not decoder and any(each.device != images.features.device for each in part.parameters()):
             part.to(images.features.device)
-    with torch.no_grad():
+    # A store of activations knows only those of layers, so the tower's stay on the device.
+    keeping = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    with torch.set_grad_enabled(trains and torch.is_grad_enabled()), keeping:
         found = model.get_image_features(**images.inputs, return_dict=True)
 
     def kept(each: Any) -> Any:

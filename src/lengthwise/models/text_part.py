@@ -1,12 +1,14 @@
-"""The text part of a model with towers for images or sounds: its decoder and head, which rows of text train.
+"""The part of a model with towers for images or sounds that trains: its decoder and head, and towers that an optimizer
+has, if rows with images train.
 
 The whole model runs forward. Its text part is what trains, is sharded, cut into stages or adapted, under the names of
-the whole model. Towers keep their loaded values, on rank 0, which saves the whole model.
+the whole model. Other towers keep their loaded values, on rank 0, which saves the whole model.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -22,26 +24,29 @@ _PLACEHOLDERS = re.compile(r"(image|video|audio)_token_(id|index)")
 class TextPart(nn.Module):
     """The decoder and head of a `whole` model: it shares these modules, by their names in the whole model.
 
-    Calls, hooks and all other attributes are the whole model's; `config` is the text part's.
+    Calls, hooks and all other attributes are the whole model's; `config` is the text part's. towers: what runs before
+    the decoder, all of it, if it trains; else ().
     """
 
     whole: Any
+    towers: tuple[nn.Module, ...]
 
-    def __init__(self, whole: Any) -> None:
-        self.__dict__["whole"] = whole  # not a child, because towers are not included
+    def __init__(self, whole: Any, towers: tuple[nn.Module, ...] = ()) -> None:
+        self.__dict__["whole"] = whole  # not a child, because towers may not be included
+        self.__dict__["towers"] = towers
         mode = whole.training
         super().__init__()
         self.training = mode  # pyright: ignore[reportIncompatibleVariableOverride] - that of the whole
         names = {id(module): name for name, module in whole.named_modules()}
         beside = [whole.get_submodule(name) for name in _RUN_BY_TEXT.get(whole.config.model_type, ())]
-        for part in (*beside, whole.get_decoder(), whole.get_output_embeddings()):
+        for part in (*towers, *beside, whole.get_decoder(), whole.get_output_embeddings()):
             self._modules[names[id(part)]] = part
         for part in beside:
             part.requires_grad_(False)
 
     def __getattr__(self, name: str) -> Any:
         """Return the whole model's attribute."""
-        if name in ("whole", "_modules", "_parameters", "_buffers"):  # a copy that is not filled yet
+        if name in ("whole", "towers", "_modules", "_parameters", "_buffers"):  # a copy that is not filled yet
             raise AttributeError(name)
         return getattr(self.whole, name)
 
@@ -84,12 +89,17 @@ class TextPart(nn.Module):
         return self.whole.register_load_state_dict_post_hook(hook)
 
 
-def text_part(model: Any) -> Any:
-    """Return the text part of a model with towers and a head; any other model itself."""
+def text_part(model: Any, *, trained: Collection[int] = ()) -> Any:
+    """Return the text part of a model with towers and a head; any other model itself.
+
+    trained: ids of parameters that an optimizer has; the towers are part, too, if it has one that requires a gradient.
+    """
     if not has_towers(getattr(model, "config", None)) or model.get_output_embeddings() is None:
         return model
     kind = type(type(model).__name__, (TextPart,), {})  # messages name the user's class
-    return kind(model)
+    towers = [each for each in model.base_model.children() if trained and each is not model.get_decoder()]
+    trains = any(own.requires_grad and id(own) in trained for tower in towers for own in tower.parameters())
+    return kind(model, tuple(towers) if trains else ())
 
 
 def whole_model(model: Any) -> Any:

@@ -27,6 +27,7 @@ from lengthwise.models import (
     check_computing,
     check_cut,
     has_own_logits,
+    sees_images,
     text_part,
     whole_model,
     wrapped_layers,
@@ -149,7 +150,7 @@ def check_settings(
     asked = read_keywords({} if problems.problems else given)
     if stored is None:
         check_adapters(whole)
-        text, where = text_part(hugging_face_model(whole)), asked.device
+        text, where = _part_of(hugging_face_model(whole), optimizer, asked), asked.device
         where = where or next(text.parameters()).device
     else:
         whole = text = stored.build(stored=False)
@@ -190,6 +191,14 @@ def check_settings(
         batch_tokens=_MOST_TOKENS if batch_tokens is None else batch_tokens,
         shares_prefixes=asked.share_prefixes == "auto" and can_share_prefixes(text),
     )
+
+
+def _part_of(model: Any, optimizer: Any, asked: SessionKeywords) -> Any:
+    """Return the part of a loop's model that may train: with towers in the loop's optimizer if their rows train."""
+    if optimizer is None or asked.stages > 1 or not sees_images(model):
+        return text_part(model)
+    groups = getattr(optimizer, "param_groups", [{"params": model.parameters()}])  # a section has all
+    return text_part(model, trained={id(each) for group in groups for each in group["params"]})
 
 
 def _check_layers(text: Any, asked: SessionKeywords, *, dtype: Any, on_gpus: bool, problems: Collector) -> None:
