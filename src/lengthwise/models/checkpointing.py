@@ -8,8 +8,9 @@ DistFlashAttn (arXiv 2310.03294), section 3.3.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lengthwise.core.names import counted
 from lengthwise.core.plan import RECOMPUTED
 from lengthwise.models.double import as_here
 from lengthwise.models.modules import modules_of
-from lengthwise.models.text_part import TextPart
+from lengthwise.models.text_part import trained_towers, without_towers
 
 _REMEDY = "This model can only be trained with `recompute: none`."
 
@@ -63,11 +64,12 @@ def _recomputing(
         yield
         return
     wrapped, precision = wrapped_layers(model), as_here()
+    of_towers = _wrapped(part for tower in trained_towers(model) for part in modules_of(tower))
 
-    def run(forward: Callable[..., Any], *arguments: Any) -> Any:
+    def run(forward: Callable[..., Any], *arguments: Any, is_planned: bool = True) -> Any:
         if not torch.is_grad_enabled():  # a forward that saves nothing, such as a loss's for its metrics
             return forward(*arguments)
-        layer = Recomputation(planned, again=again, saver=policy.saver)
+        layer = Recomputation(planned, again=again, saver=policy.saver) if is_planned else nullcontext()
         # torch stops a recomputation once everything saved is there. Attention saves after its ring, so no ring is
         # left halfway.
         return checkpoint(
@@ -85,10 +87,12 @@ def _recomputing(
         raise ModelRefused(f"model {type(model).__name__}", expected=expected, got=got, remedy=remedy)
     for module in wrapped:  # vars: faster than a module's __setattr__, which looks for parameters
         vars(module).update(_gradient_checkpointing_func=run, gradient_checkpointing=True)
+    for module in of_towers:
+        vars(module).update(_gradient_checkpointing_func=partial(run, is_planned=False), gradient_checkpointing=True)
     try:
         yield
     finally:
-        for module in wrapped:
+        for module in (*wrapped, *of_towers):
             vars(module)["gradient_checkpointing"] = False
     if planned.layers_checkpointed != planned.layers_kept:
         where = f"model {type(model).__name__}"
@@ -98,8 +102,11 @@ def _recomputing(
 
 def wrapped_layers(model: nn.Module) -> list[Any]:
     """List the decoder layers that Hugging Face wraps for checkpointing; some families have no wrap."""
-    decoder = model.get_decoder() if isinstance(model, TextPart) else model  # without towers
-    return [module for module in modules_of(decoder) if isinstance(module, GradientCheckpointingLayer)]
+    return _wrapped(modules_of(without_towers(model)))
+
+
+def _wrapped(modules: Iterable[nn.Module]) -> list[Any]:
+    return [module for module in modules if isinstance(module, GradientCheckpointingLayer)]
 
 
 class _All:

@@ -32,7 +32,7 @@ from lengthwise.models.fused_layers import (
 )
 from lengthwise.models.model_source import build_skeleton
 from lengthwise.models.modules import modules_of
-from lengthwise.models.text_part import text_config
+from lengthwise.models.text_part import text_config, without_towers
 
 _MOST_VARIANTS = 32  # compiled variants of one function (windows, training, one row); torch's default is 8
 # Hugging Face wraps a layer's forward since transformers 5.2x, and its call before.
@@ -166,6 +166,7 @@ def choose_layers(
     Raises:
         ConfigError: layers or experts cannot compute on this device as asked.
     """
+    model = without_towers(model)  # towers compute as in Hugging Face
     report, on_gpu = say or (lambda _: None), device.type == "cuda"
     experts, forwards = None, dict[nn.Module, Callable[..., Any]]()
     if expert_weights(model):

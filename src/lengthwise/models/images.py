@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
-from lengthwise.models.text_part import has_towers, left_alone, whole_model
+from lengthwise.models.text_part import has_towers, left_alone, trained_towers, whole_model
 
 PIXELS = "pixel_values"
 MODALITIES = ("mm_token_type_ids",)  # columns of processors that say again which tokens are images
@@ -269,27 +269,32 @@ def sees_images(whole: Any) -> bool:
 def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
     """Give a model the images of a microbatch in forwards inside the block, in place of the embeddings of their tokens.
 
-    The tower runs once per forward, with gradients if it trains.
+    The tower runs once per forward, with gradients if it trains. Then all embeddings require gradients, of text too:
+    else a rank without images would leave out the backward of layers that do not train, and its rings.
     """
-    if images is None:
-        yield
-        return
-    whole: Any = whole_model(model)
+    whole, trains = whole_model(model), bool(trained_towers(model))
+
+    def require(_module: Any, _arguments: Any, embeddings: Tensor) -> None:
+        if torch.is_grad_enabled() and not embeddings.requires_grad:
+            embeddings.requires_grad_()
 
     def give(module: Any, arguments: Any, given: dict[str, Any]) -> Any:
         rows = given["position_ids"].shape[-1]
         found: dict[str, Any] = {}
         if images.inputs:
-            found[_FEATURES] = {"image": _features(module, images, trains=bool(getattr(model, "towers", ())))}
+            found[_FEATURES] = {"image": _features(module, images, trains=trains)}
         if images.positions is not None:
             found["position_ids"] = F.pad(images.positions, (0, rows - images.positions.shape[-1]))[:, None]
         return arguments, {**given, **found}
 
-    handle = whole.model.register_forward_pre_hook(give, with_kwargs=True)
+    handles = [whole.get_input_embeddings().register_forward_hook(require)] if trains else []
+    if images is not None:
+        handles.append(whole.model.register_forward_pre_hook(give, with_kwargs=True))
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lengthwise.core.errors import ModelRefused
 from lengthwise.models.modules import modules_of
-from lengthwise.models.text_part import whole_model
+from lengthwise.models.text_part import whole_model, without_towers
 
 
 def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -120,11 +120,11 @@ def _with_hidden(output: Any, hidden: Tensor) -> Any:
 
 
 def _outside(model: nn.Module, decoder: nn.Module) -> list[nn.Parameter]:
-    """List trained parameters outside the decoder; a tied head's weight belongs to the embedding inside."""
+    """List trained parameters outside the decoder and towers; a tied head's weight belongs to the embedding inside."""
     inside = set(modules_of(decoder))
     found = (
         parameter
-        for module in modules_of(model)
+        for module in modules_of(without_towers(model))
         if module not in inside
         for parameter in module.parameters(recurse=False)
     )

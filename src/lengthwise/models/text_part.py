@@ -24,16 +24,18 @@ _PLACEHOLDERS = re.compile(r"(image|video|audio)_token_(id|index)")
 class TextPart(nn.Module):
     """The decoder and head of a `whole` model: it shares these modules, by their names in the whole model.
 
-    Calls, hooks and all other attributes are the whole model's; `config` is the text part's. towers: what runs before
-    the decoder, all of it, if it trains; else ().
+    Calls, hooks and all other attributes are the whole model's; `config` is the text part's. towers: the modules beside
+    the decoder, all of them, if one trains; else (). text: the same without towers.
     """
 
     whole: Any
     towers: tuple[nn.Module, ...]
+    text: TextPart
 
     def __init__(self, whole: Any, towers: tuple[nn.Module, ...] = ()) -> None:
         self.__dict__["whole"] = whole  # not a child, because towers may not be included
         self.__dict__["towers"] = towers
+        self.__dict__["text"] = type(self)(whole) if towers else self
         mode = whole.training
         super().__init__()
         self.training = mode  # pyright: ignore[reportIncompatibleVariableOverride] - that of the whole
@@ -46,7 +48,7 @@ class TextPart(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """Return the whole model's attribute."""
-        if name in ("whole", "towers", "_modules", "_parameters", "_buffers"):  # a copy that is not filled yet
+        if name in ("whole", "towers", "text", "_modules", "_parameters", "_buffers"):  # a copy that is not filled yet
             raise AttributeError(name)
         return getattr(self.whole, name)
 
@@ -100,6 +102,16 @@ def text_part(model: Any, *, trained: Collection[int] = ()) -> Any:
     towers = [each for each in model.base_model.children() if trained and each is not model.get_decoder()]
     trains = any(own.requires_grad and id(own) in trained for tower in towers for own in tower.parameters())
     return kind(model, tuple(towers) if trains else ())
+
+
+def trained_towers(model: Any) -> tuple[nn.Module, ...]:
+    """Return the modules beside the decoder of a model with towers, if one of them trains; else ()."""
+    return model.towers if isinstance(model, TextPart) else ()
+
+
+def without_towers(model: Any) -> Any:
+    """Return a text part without the towers that train; any other model itself."""
+    return model.text if isinstance(model, TextPart) else model
 
 
 def whole_model(model: Any) -> Any:
