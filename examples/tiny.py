@@ -78,7 +78,7 @@ def image_processor() -> Qwen3VLProcessor:
 
 
 def image_model() -> PreTrainedModel:
-    """Return a Qwen3-VL of 0.2 million parameters, the same at every call; its tower does not train."""
+    """Return a Qwen3-VL of 0.2 million parameters, the same at every call."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128}
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
@@ -92,9 +92,7 @@ def image_model() -> PreTrainedModel:
         vision_start_token_id=262,
         vision_end_token_id=263,
     )
-    found = Qwen3VLForConditionalGeneration(config)
-    found.model.visual.requires_grad_(False)
-    return found
+    return Qwen3VLForConditionalGeneration(config)
 
 
 def pictures() -> datasets.Dataset:

@@ -33,7 +33,7 @@ SPECS: list[list[int | tuple[int, int]]] = [  # tokens of text, and images of pa
 
 
 def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return a tiny model of a family, with a frozen tower; the same values each time."""
+    """Return a tiny model of a family, the same values each time; its text part alone requires gradients."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         config = tiny_tower_config(family, TEXTS[family], {"vocab_size": VOCAB}, image_token_id=IMAGE)

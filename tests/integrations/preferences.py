@@ -116,7 +116,7 @@ def image_processor():
 
 
 def image_model(dtype=torch.float32):
-    """Return a small Qwen3-VL with a frozen tower."""
+    """Return a small Qwen3-VL."""
     words = image_processor().tokenizer
     with torch.random.fork_rng():
         torch.manual_seed(3)
@@ -126,7 +126,6 @@ def image_model(dtype=torch.float32):
         config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = ids
         config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 2, [0]
         made = enliven(AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype).train())
-    made.model.visual.requires_grad_(False)
     return made
 
 

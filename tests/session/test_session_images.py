@@ -28,17 +28,19 @@ def test_every_family_that_sees_is_tried():
 
 
 @pytest.mark.parametrize(
-    ("family", "ranks"),
+    ("family", "ranks", "trains"),
     [
-        *(("qwen3_vl", 3), ("mistral3", 1), ("internvl", 2)),
-        *(more(family, ranks) for family in TEXTS for ranks in (1, 2, 3, 4)),
+        *(("qwen3_vl", 3, "all"), ("mistral3", 1, "text"), ("internvl", 2, "all")),
+        *(more(family, ranks, trains) for family in TEXTS for ranks in (1, 2, 3, 4) for trains in ("text", "all")),
     ],
 )
-def test_rows_with_images_train_as_in_the_plain_loop(family, ranks, tmp_path):
+def test_rows_with_images_train_as_in_the_plain_loop(family, ranks, trains, tmp_path):
     def work(_rank):
         found = []
         for layout in LAYOUTS:
             model = image_model(family)
+            if trains == "all":
+                model.requires_grad_(True)
             steps = [image_rows(model), image_rows(model, SPECS[2:], seed=1)]
             found.append(both_loops(SGD, model=model, steps=steps, capacity=24 if ranks > 1 else 100, **layout))
         return found
@@ -61,7 +63,7 @@ def test_answers_about_an_image_share_its_tokens_and_adapters_train(tmp_path):
             rows.append({**row, "input_ids": ids, "labels": labels})
         shared = RowBatch(rows, reader=image_reader(text_part(model))).shared_prefixes()
         torch.manual_seed(2)
-        config = LoraConfig(r=4, target_modules=r".*language_model.*q_proj", init_lora_weights=False)
+        config = LoraConfig(r=4, target_modules=r".*(language_model.*q_proj|visual.*qkv)", init_lora_weights=False)
         with warnings.catch_warnings(action="ignore"):  # peft reads a deprecated attribute
             adapted = get_peft_model(model, config, autocast_adapter_dtype=False)
         plain = copy.deepcopy(adapted)
@@ -81,15 +83,46 @@ def test_answers_about_an_image_share_its_tokens_and_adapters_train(tmp_path):
         assert max(found) < 1e-11
 
 
-def test_a_tower_gets_no_gradients_and_other_images_make_other_steps():
-    """Even a tower that asks for gradients; and ranks compare what they were given before they run it."""
+ALONE = [[5, (4, 4), 50], [2, (4, 6), 30], [1, (8, 8), 3]]
+TEXT = [[3], [7], [30]]
+
+
+def test_a_tower_trains_beside_a_frozen_decoder_and_rows_of_text_leave_it(tmp_path, capfd, monkeypatch):
+    """Layers run backward on ranks without images, too; a tower without a gradient does not decay, as in torch."""
+    monkeypatch.setattr("lengthwise.session.engine.logits_at_once", lambda words, **_: 8 * words)
+    adamw = partial(torch.optim.AdamW, lr=0.01, weight_decay=0.3)
+
+    def work(_rank):
+        alone, text = image_model("qwen3_vl").requires_grad_(False), image_model("qwen3_vl").requires_grad_(True)
+        tower, runs = alone.model.visual.requires_grad_(True), []
+        before, left = copy.deepcopy(tower.state_dict()), copy.deepcopy(text.model.visual.state_dict())
+        first = tower.blocks[0]
+        first.register_forward_pre_hook(lambda module, *_: runs.append(module is first))
+        how = {"capacity": 24, "shard": "zero1"}
+        found = [both_loops(adamw, model=alone, steps=[image_rows(alone, ALONE)], recompute="layer", **how)]
+        found.append(both_loops(adamw, model=text, steps=[image_rows(text, TEXT)], **how))
+        moved = [not torch.equal(each, before[name]) for name, each in tower.state_dict().items()]
+        same = [torch.equal(each, left[name]) for name, each in text.model.visual.state_dict().items()]
+        return found, all(moved), all(same), sum(runs)
+
+    found, moved, same, runs = zip(*in_ranks(in_double(work), 3, tmp_path), strict=True)
+    assert max(number for rank in found for each in rank for number in each) < 1e-11
+    assert all(moved + same)
+    assert set(runs) == {0, 2}, "a rank without images; on others a block runs again in backward"
+    number = sum(each.numel() for each in image_model("qwen3_vl").model.visual.parameters())
+    assert f"{number:,} parameters of model.visual train by rows with images" in capfd.readouterr().out
+
+
+def test_a_tower_that_no_optimizer_has_gets_no_gradients_and_other_images_make_other_steps():
+    """Ranks compare what they were given before they run it."""
     model = image_model("qwen3_vl", torch.float32)
+    own = list(filter(lambda each: each.requires_grad, model.parameters()))
     model.model.visual.requires_grad_(True)
     first, other = (image_rows(model, [[2, (4, 4), 3]], seed=seed) for seed in (0, 1))
     other[0] |= {name: first[0][name] for name in ("input_ids", "labels")}
     reader = image_reader(text_part(model))
     assert RowBatch(first, reader=reader).identity != RowBatch(other, reader=reader).identity
-    with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
+    with Session(model, SGD(own), capacity_tokens=64) as session:
         assert session.backward(first).loss != session.backward(other).loss
     assert [name for name, each in model.model.visual.named_parameters() if each.grad is not None] == []
 

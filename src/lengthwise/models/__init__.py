@@ -54,7 +54,7 @@ from lengthwise.models.router import (
     sum_probabilities,
     without_balance_loss,
 )
-from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, whole_model
+from lengthwise.models.text_part import left_alone, placeholders, text_config, text_part, trained_towers, whole_model
 
 __all__ = [
     "DTYPES",
@@ -121,6 +121,7 @@ __all__ = [
     "text_part",
     "token_loss",
     "token_losses",
+    "trained_towers",
     "whole_model",
     "without_balance_loss",
     "wrapped_layers",

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
+from lengthwise.models.loss import has_run
 from lengthwise.models.text_part import has_towers, left_alone, trained_towers, whole_model
 
 PIXELS = "pixel_values"
@@ -279,6 +280,8 @@ def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
             embeddings.requires_grad_()
 
     def give(module: Any, arguments: Any, given: dict[str, Any]) -> Any:
+        if has_run(module.get_decoder()):
+            return None
         rows = given["position_ids"].shape[-1]
         found: dict[str, Any] = {}
         if images.inputs:

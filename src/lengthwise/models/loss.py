@@ -104,13 +104,28 @@ class DecoderOutput:
         output = _with_hidden(self._outputs[0], hidden[None])
         output.router_logits = None  # they were counted in the first run
         forward = self._decoder.forward
-        self._decoder.forward = lambda *_, **__: output
+        self._decoder.forward = _HasRun(output)
         try:
             ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
             # forward, not a call: the hooks, which may gather values or wait for them, ran with the decoder.
             return self._model.forward(input_ids=ids, position_ids=ids, use_cache=False).logits[0]
         finally:
             self._decoder.forward = forward
+
+
+class _HasRun:
+    """Stands in for the forward of a decoder that has run. output: what it returns."""
+
+    def __init__(self, output: Any) -> None:
+        self._output = output
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        return self._output
+
+
+def has_run(decoder: nn.Module) -> bool:
+    """Return whether a decoder has run, and only what follows it runs now, on some of its hidden states."""
+    return isinstance(vars(decoder).get("forward"), _HasRun)
 
 
 def _with_hidden(output: Any, hidden: Tensor) -> Any:

@@ -17,6 +17,7 @@ from lengthwise.models import (
     has_balance_loss,
     has_dropout,
     left_alone,
+    trained_towers,
     whole_model,
     wrapped_layers,
 )
@@ -129,12 +130,18 @@ def can_share_prefixes(model: Any) -> bool:
 
 
 def towers_sentence(model: Any) -> str | None:
-    """Name the trainable parameters that training on text does not change; return None if there are none."""
+    """Name the parameters of towers that train, or those that would in a plain loop; return None if there are none."""
+    kind = type(model).__name__
+    if towers := trained_towers(model):
+        names = " and ".join(name for name, each in model.named_children() if each in towers)
+        number = sum(own.numel() for each in towers for own in each.parameters() if own.requires_grad)
+        where = f"{kind}: {number:,} parameters of {names} train by rows with images"
+        return f"{where}; to train on text alone, requires_grad_(False) saves the memory of their gradients"
     named = {name: each for name, each in left_alone(model).items() if each.requires_grad}
     if not named:
         return None
     number = sum(each.numel() for each in named.values())
-    return f"{type(model).__name__}: rows of text train its text part; the other {number:,} parameters stay as they are"
+    return f"{kind}: rows of text train its text part; the other {number:,} parameters stay as they are"
 
 
 def refuse_balance(model: Any, what: str) -> None:
