@@ -125,8 +125,8 @@ def image_model(dtype=torch.float32):
         ids = words.convert_tokens_to_ids(list(IMAGE_WORDS))
         config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = ids
         config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 2, [0]
-        made = enliven(AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype).train())
-    return made
+        made = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    return enliven(made.train())
 
 
 def pictures(count=12, *, preferred=False):

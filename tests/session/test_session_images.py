@@ -128,6 +128,9 @@ def test_a_tower_that_no_optimizer_has_gets_no_gradients_and_other_images_make_o
     model.model.visual.requires_grad_(True)
     first, other = (image_rows(model, [[2, (4, 4), 3]], seed=seed) for seed in (0, 1))
     other[0] |= {name: first[0][name] for name in ("input_ids", "labels")}
+    model.config.vision_config.attention_dropout = 0.1
+    with pytest.raises(LengthwiseError, match=r"without dropout in its attention; got attention_dropout 0\.1"):
+        Session(model, SGD(model.parameters()), capacity_tokens=64)
     reader = image_reader(text_part(model))
     assert RowBatch(first, reader=reader).identity != RowBatch(other, reader=reader).identity
     with Session(model, SGD(own), capacity_tokens=64) as session:

@@ -1,8 +1,8 @@
-"""The part of a model with towers for images or sounds that trains: its decoder and head, and towers that an optimizer
-has, if rows with images train.
+"""The text part of a model with towers for images or sounds: its decoder and head, which rows of text train.
 
 The whole model runs forward. Its text part is what trains, is sharded, cut into stages or adapted, under the names of
-the whole model. Other towers keep their loaded values, on rank 0, which saves the whole model.
+the whole model. If rows with images train, the towers that an optimizer has are in it, too. Other towers keep their
+loaded values, on rank 0, which saves the whole model.
 """
 
 from __future__ import annotations

@@ -70,6 +70,10 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
     if any(layer.gradient_checkpointing for layer in wrapped_layers(model)):
         remedy = "Call model.gradient_checkpointing_disable(), and give Session recompute='layer'."
         refuse("activation checkpointing by the plan alone", "a model with gradient checkpointing enabled", remedy)
+    drops = getattr(getattr(config, "vision_config", None), "attention_dropout", 0)
+    if drops and trained_towers(model):  # by torch's own generator, so a block that runs again would drop others
+        remedy = "Load the model with attention_dropout 0 in its vision_config, or freeze the tower."
+        refuse("a tower that trains without dropout in its attention", f"attention_dropout {drops}", remedy)
     if any(isinstance(parameter, FreedParameter) for parameter in model.parameters()):
         remedy = "Use that session, or load the model again."
         refuse("parameters with values", "parameters that another session has sharded", remedy)
