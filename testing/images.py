@@ -20,6 +20,7 @@ TEXTS = {
     },
     "mistral3": "mistral",
     "internvl": "qwen3",
+    "gemma3": "gemma3_text",
 }
 """The text part of each family whose rows with images train."""
 SPECS: list[list[int | tuple[int, int]]] = [  # tokens of text, and images of patches
@@ -40,11 +41,15 @@ def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
         vision = config.vision_config
         if family == "qwen2_vl":
             vision.hidden_size = config.text_config.hidden_size
+        if family == "gemma3":
+            config.mm_tokens_per_image = 4  # two images that touch are more than a window
         if family.startswith("qwen3_vl"):
             vision.depth, vision.deepstack_visual_indexes = 3, [0, 1]
         how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": dtype}
         made: Any = AutoModelForImageTextToText.from_config(config, **how)
     model: Any = enliven(made.train())
+    if family == "gemma3":  # whose projection begins as zeros
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, generator=torch.Generator())
     language = {id(each) for part in (model.get_decoder(), model.get_output_embeddings()) for each in part.parameters()}
     for each in model.parameters():
         each.requires_grad_(id(each) in language)
@@ -52,7 +57,10 @@ def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
 
 
 def image_rows(model: Any, specs: list[list[int | tuple[int, int]]] = SPECS, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Return a row for each of `specs`; labels are the tokens of text."""
+    """Return a row for each of `specs`; labels are the tokens of text.
+
+    A token of text follows each image, but not in Gemma 3, where those that touch see each other.
+    """
     generator, rows = torch.Generator().manual_seed(seed), list[dict[str, Tensor]]()
     for spec in specs:
         pixels, tokens = _images(model.config, [each for each in spec if isinstance(each, tuple)], generator)
@@ -60,9 +68,12 @@ def image_rows(model: Any, specs: list[list[int | tuple[int, int]]] = SPECS, see
         for each in spec:
             if isinstance(each, tuple):
                 parts.append(torch.full((next(left),), IMAGE))
+                if model.config.model_type == "gemma3":
+                    continue
             parts.append(torch.randint(1, 50, (1 if isinstance(each, tuple) else each,), generator=generator))
         ids = torch.cat(parts)
-        kinds = {"mm_token_type_ids": (ids == IMAGE).int()} if "image_grid_thw" in pixels else {}
+        kind = {"gemma3": "token_type_ids"}.get(model.config.model_type, "mm_token_type_ids")
+        kinds = {kind: (ids == IMAGE).int()} if kind == "token_type_ids" or "image_grid_thw" in pixels else {}
         rows.append({"input_ids": ids, "labels": torch.where(ids == IMAGE, -100, ids), **pixels, **kinds})
     return rows
 
@@ -90,6 +101,9 @@ def _images(
         pixels = draw(len(sizes), 3, *in_pixels.amax(0).tolist())
         tokens = [h * w // config.spatial_merge_size**2 for h, w in sizes]
         return {"pixel_values": pixels, "image_sizes": in_pixels}, tokens
+    if config.model_type == "gemma3":
+        pixels = draw(len(sizes), 3, vision.image_size, vision.image_size)
+        return {"pixel_values": pixels}, [config.mm_tokens_per_image] * len(sizes)
     side, patch = vision.image_size[0], vision.patch_size[0]
     tokens = int((side // patch) ** 2 * config.downsample_ratio**2)
     return {"pixel_values": draw(len(sizes), 3, side, side)}, [tokens] * len(sizes)

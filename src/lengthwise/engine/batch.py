@@ -18,7 +18,7 @@ from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.sampler import Position
 from lengthwise.models.images import MicrobatchImages
-from lengthwise.program import Segment
+from lengthwise.program import MutualSpans, Segment
 
 NO_PLACEHOLDERS: Mapping[int, str] = MappingProxyType({})
 
@@ -67,6 +67,11 @@ class StepBatch:
         """Return the images of a rank's segments, or None without any."""
         del segments
         return None
+
+    def mutual(self, plan: Plan) -> MutualSpans:
+        """Return the spans of a plan's sequences whose tokens see each other in both directions."""
+        del plan
+        return ()
 
     def places(self, segments: Iterable[Segment]) -> Iterator[tuple[int, int, int]]:
         """Yield (index, start, stop) of each segment of a plan: tokens of the batch's sequence of this index."""

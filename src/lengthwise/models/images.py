@@ -24,7 +24,7 @@ from lengthwise.core.names import counted
 from lengthwise.models.text_part import has_towers, left_alone, whole_model
 
 PIXELS = "pixel_values"
-MODALITIES = ("mm_token_type_ids",)  # columns of processors that say again which tokens are images
+MODALITIES = ("mm_token_type_ids", "token_type_ids")  # columns of processors that say again which tokens are images
 
 _FEATURES = "mm_encoder_outputs"  # argument of Hugging Face's models that takes features in place of pixels
 _REMEDY = "Pass what the model's processor returns for one row, with its images."
@@ -35,13 +35,15 @@ class _Kind:
     """How rows of a family carry images.
 
     beside: column with one entry an image, None if `pixel_values` has one. pixels: entries of `pixel_values` an image.
-    tokens: tokens of each image. has_axes: True if positions have several axes.
+    tokens: tokens of each image. has_axes: True if positions have several axes. is_mutual: True if the tokens of images
+    that nothing parts see each other in both directions.
     """
 
     beside: str | None
     pixels: Callable[[Mapping[str, Tensor]], Tensor]
     tokens: Callable[[Any, Mapping[str, Tensor], int], Tensor]
     has_axes: bool = False
+    is_mutual: bool = False
 
 
 def _ones(inputs: Mapping[str, Tensor]) -> Tensor:
@@ -60,6 +62,10 @@ def _of_tiles(_config: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor
     return torch.full((len(inputs[PIXELS]),), tokens // max(1, len(inputs[PIXELS])))
 
 
+def _of_config(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
+    return torch.full((len(inputs[PIXELS]),), config.mm_tokens_per_image)
+
+
 _GRIDS = _Kind(
     beside="image_grid_thw", pixels=lambda inputs: inputs["image_grid_thw"].prod(-1), tokens=_of_grid, has_axes=True
 )
@@ -67,6 +73,7 @@ _KINDS = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _GRIDS),
     "mistral3": _Kind(beside="image_sizes", pixels=_ones, tokens=_of_sizes),
     "internvl": _Kind(beside=None, pixels=_ones, tokens=_of_tiles),
+    "gemma3": _Kind(beside=None, pixels=_ones, tokens=_of_config, is_mutual=True),
 }
 IMAGE_FAMILIES = tuple(_KINDS)
 """Families whose rows with images train, by `model_type`."""
@@ -81,6 +88,7 @@ class RowImages:
     inputs: the tower's inputs, of all images. places: tokens of the row that stand for images, (image tokens,).
     ends: image tokens up to the end of each image, (images,). pixels: entries of `pixel_values` up to the end of each.
     positions: (axes, length), or None if positions count tokens. digests: a digest an image, uint64 (images,).
+    mutual: spans (start, stop) of tokens that see each other in both directions; a prefix has all of one or nothing.
     """
 
     inputs: Mapping[str, Tensor]
@@ -89,6 +97,7 @@ class RowImages:
     pixels: np.ndarray
     positions: Tensor | None
     digests: np.ndarray
+    mutual: tuple[tuple[int, int], ...] = ()
 
     def by_token(self, tokens: int) -> np.ndarray:
         """Return the digest of the image of each of the first `tokens` tokens, uint64 (tokens,), 0 for text."""
@@ -96,6 +105,10 @@ class RowImages:
         places = self.places[: np.searchsorted(self.places, tokens)]
         found[places] = self.digests[np.searchsorted(self.ends, np.arange(len(places)), side="right")]
         return found
+
+    def whole_until(self, tokens: int) -> int:
+        """Return how many of the first `tokens` tokens are a prefix that parts no mutual span."""
+        return next((start for start, stop in self.mutual if start < tokens < stop), tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,14 +160,17 @@ class ImageReader:
             )
             got = f"{int(tokens.sum())} tokens and {int(pixels.sum())} entries by {self.columns[-1]}"
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
-        ends = np.cumsum(pixels.numpy())
+        ends, of_tokens = np.cumsum(pixels.numpy()), np.cumsum(tokens.numpy())
+        digests = np.array([self._digest(given, ends, image) for image in range(len(ends))], dtype=np.uint64)
+        mutual = _runs(places) if self._kind.is_mutual else ()
         return RowImages(
             inputs=dict(given),
             places=places,
-            ends=np.cumsum(tokens.numpy()),
+            ends=of_tokens,
             pixels=ends,
             positions=self._positions(ids, given) if self._kind.has_axes else None,
-            digests=np.array([self._digest(given, ends, image) for image in range(len(ends))], dtype=np.uint64),
+            digests=_of_runs(digests, places[of_tokens - 1], mutual),
+            mutual=mutual,
         )
 
     def _positions(self, ids: np.ndarray, given: Mapping[str, Tensor]) -> Tensor:
@@ -212,6 +228,23 @@ class ImageReader:
             plain = torch.arange(start, stop).expand(axes, -1)
             found.append(plain if positions is None else positions[:, start:stop])
         return torch.cat(found, dim=-1)
+
+
+def _runs(places: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Return the spans (start, stop) of neighbours among ascending places."""
+    borders = np.flatnonzero(np.diff(places) > 1) + 1
+    return tuple((int(each[0]), int(each[-1]) + 1) for each in np.split(places, borders))
+
+
+def _of_runs(digests: np.ndarray, lasts: np.ndarray, mutual: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return a digest an image, of all images in its mutual span. lasts: last token of each image."""
+    found = digests.copy()
+    for start, stop in mutual:
+        those = (start <= lasts) & (lasts < stop)
+        if those.sum() > 1:
+            joined = hashlib.sha256(digests[those].tobytes()).digest()
+            found[those] = int.from_bytes(joined[:8], "little") | 1
+    return found
 
 
 def _held(row: RowImages, start: int, stop: int) -> range:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+MutualSpans: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+"""Spans (start, stop) of each sequence whose tokens see each other in both directions; () if no sequence has any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +122,7 @@ class BlockTask:
     q_start, q_stop: rows among the rank's rows of `heads` (`MicrobatchProgram.row_starts`). kv_start, kv_stop: tokens
     in the shard of `owner`. causal: True on the diagonal, for the first block of its queries; each query is in one such
     block. distance: first query's token minus the first key's. window: window in tokens if its edge crosses the block.
+    ahead: True if query i of a square block sees key i and later ones.
     """
 
     piece: int
@@ -132,3 +136,4 @@ class BlockTask:
     window: int | None = None
     distance: int = 0
     heads: HeadRange = ALL_HEADS
+    ahead: bool = False
