@@ -31,7 +31,7 @@ def attend_on_ranks(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
-    mutual: MutualSpans = (),
+    mutual: MutualSpans | None = None,
     device: torch.device | None = None,
     around: Callable[[Transport], Transport] = lambda transport: transport,
     run: Callable[[Any, int], list[Any]] = lambda work, ranks: StrictWorld(ranks).run(work),
@@ -65,7 +65,7 @@ def _run_rank(
     window: int | None,
     sinks: Tensor | None,
     softcap: float | None,
-    mutual: MutualSpans,
+    mutual: MutualSpans | None,
     device: torch.device | None,
 ) -> tuple[list[tuple[int, int, int, list[Tensor]]], Tensor | None]:
     """Return (sequence, start, stop, [out, dq, dk, dv]) of this rank's segments, and its gradient of the sinks."""

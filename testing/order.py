@@ -196,7 +196,7 @@ def check_order(
     counts_routers: bool = False,
     tied: bool = False,
     ranks_per_node: int | None = None,
-    mutual: MutualSpans = (),
+    mutual: MutualSpans | None = None,
 ) -> int:
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
@@ -243,7 +243,7 @@ def rank_groups(
     counts_routers: bool = False,
     tied: bool = False,
     ranks_per_node: int | None = None,
-    mutual: MutualSpans = (),
+    mutual: MutualSpans | None = None,
 ) -> Iterator[tuple[str, list[Operation]]]:
     """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
     gathers = plan.schedule["kind"] == "waves"

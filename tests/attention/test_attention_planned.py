@@ -18,7 +18,7 @@ from lengthwise.attention import FlashCpuKernel, ReferenceKernel
 from lengthwise.attention.ring_steps import ring_steps_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_microbatch, ring_order
+from lengthwise.program import MutualSpans, lower_microbatch, ring_order
 from tiers import more
 
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
@@ -115,8 +115,10 @@ def over_rings(ranks, seed):
 def test_tokens_of_an_image_see_each_other_wherever_it_is_cut(kernel, window, ranks, seed):
     """Also through windows smaller than the image, which hide what lies before alone."""
     plan = over_rings(ranks, seed)
-    rows, mutual = documents(plan.tokens), both_ways(plan.tokens, seed)
-    check(run_strict(plan, rows, kernel, window=window, mutual=mutual), rows, window=window, mutual=mutual)
+    rows, spans = documents(plan.tokens), both_ways(plan.tokens, seed)
+    for in_windows in (False, True):
+        found = run_strict(plan, rows, kernel, window=window, mutual=MutualSpans(spans=spans, in_windows=in_windows))
+        check(found, rows, window=window, mutual=spans if window or not in_windows else ())
 
 
 def test_sinks_of_any_size_do_not_overflow():

@@ -49,5 +49,5 @@ def check(found, rows, *, window=None, sinks=None, mutual=()):
 
 def run_strict(plan, rows, kernel=None, **options):
     """Return what `attend_on_ranks` does, on ranks whose order of calls is proved first."""
-    check_order(plan, windows=[options.get("window")], mutual=options.get("mutual", ()))
+    check_order(plan, windows=[options.get("window")], mutual=options.get("mutual"))
     return attend_on_ranks(plan, rows, kernel or FlashCpuKernel(), scale=SCALE, **options)

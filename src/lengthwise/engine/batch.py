@@ -68,10 +68,10 @@ class StepBatch:
         del segments
         return None
 
-    def mutual(self, plan: Plan) -> MutualSpans:
-        """Return the spans of a plan's sequences whose tokens see each other in both directions."""
+    def mutual(self, plan: Plan) -> MutualSpans | None:
+        """Return the spans of a plan's sequences whose tokens see each other in both directions, or None."""
         del plan
-        return ()
+        return None
 
     def places(self, segments: Iterable[Segment]) -> Iterator[tuple[int, int, int]]:
         """Yield (index, start, stop) of each segment of a plan: tokens of the batch's sequence of this index."""

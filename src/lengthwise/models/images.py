@@ -26,6 +26,7 @@ from lengthwise.models.text_part import has_towers, left_alone, whole_model
 PIXELS = "pixel_values"
 MODALITIES = ("mm_token_type_ids", "token_type_ids")  # columns of processors that say again which tokens are images
 
+_PATCHES, _NO_PATCH = "image_position_ids", -1  # places of patches, and of none, in Gemma 4
 _FEATURES = "mm_encoder_outputs"  # argument of Hugging Face's models that takes features in place of pixels
 _REMEDY = "Pass what the model's processor returns for one row, with its images."
 
@@ -35,15 +36,15 @@ class _Kind:
     """How rows of a family carry images.
 
     beside: column with one entry an image, None if `pixel_values` has one. pixels: entries of `pixel_values` an image.
-    tokens: tokens of each image. has_axes: True if positions have several axes. is_mutual: True if the tokens of images
-    that nothing parts see each other in both directions.
+    tokens: tokens of each image. has_axes: True if positions have several axes. mutual: layers in which the tokens of
+    images that nothing parts see each other in both directions: "all", "windows" or "none".
     """
 
     beside: str | None
     pixels: Callable[[Mapping[str, Tensor]], Tensor]
     tokens: Callable[[Any, Mapping[str, Tensor], int], Tensor]
     has_axes: bool = False
-    is_mutual: bool = False
+    mutual: Callable[[Any], str] = lambda _config: "none"
 
 
 def _ones(inputs: Mapping[str, Tensor]) -> Tensor:
@@ -66,6 +67,15 @@ def _of_config(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tenso
     return torch.full((len(inputs[PIXELS]),), config.mm_tokens_per_image)
 
 
+def _of_patches(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
+    patches = (inputs[_PATCHES] != _NO_PATCH).all(-1).sum(-1)
+    return patches // config.vision_config.pooling_kernel_size**2
+
+
+def _in_windows(config: Any) -> str:
+    return "windows" if config.text_config.use_bidirectional_attention == "vision" else "none"
+
+
 _GRIDS = _Kind(
     beside="image_grid_thw", pixels=lambda inputs: inputs["image_grid_thw"].prod(-1), tokens=_of_grid, has_axes=True
 )
@@ -73,7 +83,8 @@ _KINDS = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _GRIDS),
     "mistral3": _Kind(beside="image_sizes", pixels=_ones, tokens=_of_sizes),
     "internvl": _Kind(beside=None, pixels=_ones, tokens=_of_tiles),
-    "gemma3": _Kind(beside=None, pixels=_ones, tokens=_of_config, is_mutual=True),
+    "gemma3": _Kind(beside=None, pixels=_ones, tokens=_of_config, mutual=lambda _config: "all"),
+    "gemma4": _Kind(beside=_PATCHES, pixels=_ones, tokens=_of_patches, mutual=_in_windows),
 }
 IMAGE_FAMILIES = tuple(_KINDS)
 """Families whose rows with images train, by `model_type`."""
@@ -137,6 +148,7 @@ class ImageReader:
         config = whole.config
         self._model, self._config, self._kind = whole.model, config, _KINDS[config.model_type]
         self.token: int = config.image_token_id
+        self.mutual = self._kind.mutual(config)
         self.columns = (PIXELS, self._kind.beside) if self._kind.beside is not None else (PIXELS,)
 
     def read(self, ids: np.ndarray, given: Mapping[str, Tensor], where: str) -> RowImages | None:
@@ -162,7 +174,7 @@ class ImageReader:
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
         ends, of_tokens = np.cumsum(pixels.numpy()), np.cumsum(tokens.numpy())
         digests = np.array([self._digest(given, ends, image) for image in range(len(ends))], dtype=np.uint64)
-        mutual = _runs(places) if self._kind.is_mutual else ()
+        mutual = _runs(places) if self.mutual != "none" else ()
         return RowImages(
             inputs=dict(given),
             places=places,
@@ -214,7 +226,7 @@ class ImageReader:
             for feature in each
         ]
         return MicrobatchImages(
-            inputs={name: _joined([each[name] for each in parts]) for name in self.columns} if parts else {},
+            inputs={name: _joined([each[name] for each in parts], name) for name in self.columns} if parts else {},
             features=torch.tensor(features, dtype=torch.long),
             positions=self._of_segments(rows, places) if self._kind.has_axes else None,
         )
@@ -267,13 +279,14 @@ def _of_image(inputs: Mapping[str, Tensor], pixels: np.ndarray, image: int) -> d
     return {name: each[own] if name == PIXELS else each[image : image + 1] for name, each in inputs.items()}
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: Sequence[Tensor], name: str) -> Tensor:
     """Join images; padded ones of different rows are padded to the largest."""
+    filled = _NO_PATCH if name == _PATCHES else 0
     sizes = [max(each) for each in zip(*(part.shape[1:] for part in parts), strict=True)]
     if any(list(part.shape[1:]) != sizes for part in parts):
         beyond = [[(0, most - size) for size, most in zip(part.shape[1:], sizes, strict=True)] for part in parts]
         parts = [
-            F.pad(part, [number for pair in reversed(each) for number in pair])
+            F.pad(part, [number for pair in reversed(each) for number in pair], value=filled)
             for part, each in zip(parts, beyond, strict=True)
         ]
     return torch.cat(list(parts))

@@ -78,7 +78,7 @@ class Queries:
 
 
 def block_tasks(
-    queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None, mutual: MutualSpans = ()
+    queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None, mutual: MutualSpans | None = None
 ) -> Iterator[BlockTask]:
     """Yield the blocks of one position's queries against the shard of position `owner`, diagonal blocks first.
 
@@ -92,7 +92,7 @@ def block_tasks(
             blocks = _whole_blocks(q_spans, kv_spans, own=owner == queries.position)
         else:
             blocks = _window_blocks(q_spans, kv_spans, window)
-        ahead = _ahead_blocks(q_spans, kv_spans, mutual[low.sequence]) if mutual else ()
+        ahead = _ahead_blocks(q_spans, kv_spans, mutual.spans[low.sequence]) if mutual is not None else ()
         for block in (*blocks, *ahead):
             yield queries.task(block, sequence=low.sequence, owner=owner)
         q_offset += low.num_tokens + high.num_tokens

@@ -42,13 +42,14 @@ class MicrobatchProgram:
     parents: tuple[int | None, ...] = ()
     firsts: tuple[int, ...] = ()
     window: int | None = None
-    mutual: MutualSpans = ()
+    mutual: MutualSpans | None = None
 
     def with_window(self, window: int | None) -> MicrobatchProgram:
         """Return the same microbatch for layers with another window."""
         firsts = self.firsts or (0,) * len(self.tokens)
         longest = max(firsts[i] + self.tokens[i] for piece in self.microbatch.pieces for i in piece.sequences)
-        return replace(self, window=None if window is None or window >= longest else window)
+        mutual = None if self.mutual is not None and self.mutual.in_windows and window is None else self.mutual
+        return replace(self, window=None if window is None or window >= longest else window, mutual=mutual)
 
     def shard(self, piece: int, position: int) -> tuple[Segment, ...]:
         """List the segments of `position` of `piece`: for each sequence its low chunk, then its high chunk."""
@@ -230,8 +231,8 @@ class MicrobatchProgram:
         def seeing(owner: int) -> Iterator[int]:
             for sequence, bound in zip(piece.sequences, bounds, strict=True):
                 yield from positions_seeing(bound, owner, window)
-                if self.mutual:
-                    yield from positions_ahead(bound, owner, self.mutual[sequence])
+                if self.mutual is not None:
+                    yield from positions_ahead(bound, owner, self.mutual.spans[sequence])
             for prefix in self._prefixes[index]:
                 yield from positions_continuing(bounds, prefix, owner, window)
 
@@ -278,7 +279,7 @@ class MicrobatchProgram:
                 )
 
 
-def lower_microbatch(plan: Plan, index: int, mutual: MutualSpans = ()) -> MicrobatchProgram:
+def lower_microbatch(plan: Plan, index: int, mutual: MutualSpans | None = None) -> MicrobatchProgram:
     """Lower microbatch `index` of `plan` for all of its ranks. mutual: spans of the plan's sequences."""
     how = {"parents": plan.parents, "firsts": plan.firsts} if plan.parents else {}
     microbatch = plan.microbatches[index]
@@ -286,7 +287,7 @@ def lower_microbatch(plan: Plan, index: int, mutual: MutualSpans = ()) -> Microb
 
 
 def lower_plan(
-    plan: Plan, rank: int, *, ranks_in_step: int = 1, mutual: MutualSpans = ()
+    plan: Plan, rank: int, *, ranks_in_step: int = 1, mutual: MutualSpans | None = None
 ) -> tuple[MicrobatchProgram, ...]:
     """Lower the microbatches of `rank`, in its order; ranks in one group of `ranks_in_step` run all of the group's.
 

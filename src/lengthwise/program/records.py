@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
-
-MutualSpans: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
-"""Spans (start, stop) of each sequence whose tokens see each other in both directions; () if no sequence has any."""
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +20,17 @@ class Segment:
     def num_tokens(self) -> int:
         """Number of tokens; may be zero."""
         return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MutualSpans:
+    """Spans (start, stop) of each sequence of a plan whose tokens see each other in both directions.
+
+    in_windows: True if they do in layers with a window alone.
+    """
+
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    in_windows: bool = False
 
 
 class Content(StrEnum):

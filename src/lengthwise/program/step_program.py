@@ -99,7 +99,7 @@ def step_program(
     ranks_in_step: int = 1,
     train: bool = True,
     counts_routers: bool = False,
-    mutual: MutualSpans = (),
+    mutual: MutualSpans | None = None,
 ) -> StepProgram:
     """Return the program of a stage of a replica (a rank, in plans) in a step.
 

@@ -107,12 +107,12 @@ class RowBatch(StepBatch):
             return None
         return self._reader.microbatch(self._images, list(self.places(segments)))
 
-    def mutual(self, plan: Plan) -> MutualSpans:
-        """Return the spans of a plan's sequences whose tokens see each other in both directions."""
-        if not any(each.mutual for each in self._images.values()):
-            return ()
+    def mutual(self, plan: Plan) -> MutualSpans | None:
+        """Return the spans of a plan's sequences whose tokens see each other in both directions, or None."""
+        if self._reader is None or not any(each.mutual for each in self._images.values()):
+            return None
         segments = [Segment(sequence=each, start=0, stop=tokens) for each, tokens in enumerate(plan.tokens)]
-        return tuple(
+        spans = tuple(
             tuple(
                 (first - start, last - start)
                 for first, last in (self._images[row].mutual if row in self._images else ())
@@ -120,6 +120,7 @@ class RowBatch(StepBatch):
             )
             for row, start, stop in self.places(segments)
         )
+        return MutualSpans(spans=spans, in_windows=self._reader.mutual == "windows")
 
     @property
     def identity(self) -> object:
