@@ -42,6 +42,7 @@ def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
         others: dict[str, Any] = {"image_token_id": IMAGE}
         if family == "gemma4":  # with a tower for images alone
             text |= {"vocab_size_per_layer_input": VOCAB, "use_bidirectional_attention": "vision"}
+            text |= {"num_kv_shared_layers": 0}  # else no loss sees what images see in full layers
             others |= {"audio_config": None}
         config = tiny_tower_config(family, TEXTS[family], text, **others)
         vision = config.vision_config

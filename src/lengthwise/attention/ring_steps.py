@@ -73,7 +73,7 @@ def ring_steps_of(
     """Return a rank's (forward, backward) ring steps.
 
     packing, joining: `pack_documents` and `join_blocks` with the kernel's and device's arguments; packing is None if
-    the kernel takes no packs. padding: rows after the tokens, a document of packs. Steps without work stay, for the order.
+    the kernel takes no packs. padding: rows after the tokens, a document of packs. Steps without work stay, for order.
     """
     tasks = [program.tasks(rank, number) for number in range(program.ring_steps)]
     packs: dict[HeadRange, tuple[Pack, ...]] = {}
