@@ -15,7 +15,7 @@ from torch import Tensor
 from lengthwise.attention import Block, BlockKernel, PlannedAttention
 from lengthwise.comm import Transport
 from lengthwise.core.plan import Plan
-from lengthwise.program import far_peers, lower_plan
+from lengthwise.program import MutualSpans, far_peers, lower_plan
 from testing.strict import StrictWorld
 
 Rows = Sequence[Tensor]
@@ -31,6 +31,7 @@ def attend_on_ranks(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    mutual: MutualSpans | None = None,
     device: torch.device | None = None,
     around: Callable[[Transport], Transport] = lambda transport: transport,
     run: Callable[[Any, int], list[Any]] = lambda work, ranks: StrictWorld(ranks).run(work),
@@ -42,7 +43,7 @@ def attend_on_ranks(
     """
 
     def work(transport: Transport) -> Any:
-        return _run_rank(around(transport), plan, rows, kernel, scale, window, sinks, softcap, device)
+        return _run_rank(around(transport), plan, rows, kernel, scale, window, sinks, softcap, mutual, device)
 
     whole = [[torch.full_like(row[n], float("nan"), device="cpu") for n in (0, 0, 1, 2)] for row in rows]
     every = run(work, plan.ranks)
@@ -64,12 +65,13 @@ def _run_rank(
     window: int | None,
     sinks: Tensor | None,
     softcap: float | None,
+    mutual: MutualSpans | None,
     device: torch.device | None,
 ) -> tuple[list[tuple[int, int, int, list[Tensor]]], Tensor | None]:
     """Return (sequence, start, stop, [out, dq, dk, dv]) of this rank's segments, and its gradient of the sinks."""
     pieces, of_sinks = [], None if sinks is None else torch.zeros_like(sinks)
     heads = tuple(rows[0][n].shape[1] for n in range(3))
-    programs = lower_plan(plan, transport.rank)
+    programs = lower_plan(plan, transport.rank, mutual=mutual)
     transport.connect(far_peers(programs, transport.rank))
     for program in programs:
         segments = program.segments(transport.rank)

@@ -20,6 +20,8 @@ TEXTS = {
     },
     "mistral3": "mistral",
     "internvl": "qwen3",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
 }
 """The text part of each family whose rows with images train."""
 SPECS: list[list[int | tuple[int, int]]] = [  # tokens of text, and images of patches
@@ -36,23 +38,50 @@ def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
     """Return a tiny model of a family, the same values each time; its text part alone requires gradients."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        config = tiny_tower_config(family, TEXTS[family], {"vocab_size": VOCAB}, image_token_id=IMAGE)
+        text: dict[str, Any] = {"vocab_size": VOCAB}
+        others: dict[str, Any] = {"image_token_id": IMAGE}
+        if family == "gemma4":  # with a tower for images alone
+            text |= {"vocab_size_per_layer_input": VOCAB, "use_bidirectional_attention": "vision"}
+            text |= {"num_kv_shared_layers": 0}  # else no loss sees what images see in full layers
+            others |= {"audio_config": None}
+        config = tiny_tower_config(family, TEXTS[family], text, **others)
         vision = config.vision_config
         if family == "qwen2_vl":
             vision.hidden_size = config.text_config.hidden_size
+        if family == "gemma3":
+            config.mm_tokens_per_image = 4  # two images that touch are more than a window
+        if family == "gemma4":
+            vision.pooling_kernel_size = 2
         if family.startswith("qwen3_vl"):
             vision.depth, vision.deepstack_visual_indexes = 3, [0, 1]
         how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": dtype}
         made: Any = AutoModelForImageTextToText.from_config(config, **how)
     model: Any = enliven(made.train())
+    if family == "gemma3":  # whose projection begins as zeros
+        torch.nn.init.normal_(model.model.multi_modal_projector.mm_input_projection_weight, generator=torch.Generator())
+    if family == "gemma4":  # whose own pooling makes fp32 of whole numbers
+        model.model.vision_tower.pooler._avg_pool_by_positions = _pooled
     language = {id(each) for part in (model.get_decoder(), model.get_output_embeddings()) for each in part.parameters()}
     for each in model.parameters():
         each.requires_grad_(id(each) in language)
     return model
 
 
+def _pooled(hidden: Tensor, places: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return the means of squares of 2 x 2 patches, (images, length, size), and which of them are none of padding."""
+    places = places.clamp(min=0)
+    width = places[..., 0].amax(-1, keepdim=True) // 2 + 1
+    squares = places[..., 0] // 2 + width * (places[..., 1] // 2)
+    found = hidden.new_zeros(len(hidden), length, hidden.shape[-1])
+    found.scatter_add_(1, squares[..., None].expand_as(hidden), hidden / 4)
+    return found, torch.arange(length) <= squares.amax(-1, keepdim=True)
+
+
 def image_rows(model: Any, specs: list[list[int | tuple[int, int]]] = SPECS, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Return a row for each of `specs`; labels are the tokens of text."""
+    """Return a row for each of `specs`; labels are the tokens of text.
+
+    A token of text follows each image, but not in Gemma, where those that touch see each other.
+    """
     generator, rows = torch.Generator().manual_seed(seed), list[dict[str, Tensor]]()
     for spec in specs:
         pixels, tokens = _images(model.config, [each for each in spec if isinstance(each, tuple)], generator)
@@ -60,9 +89,13 @@ def image_rows(model: Any, specs: list[list[int | tuple[int, int]]] = SPECS, see
         for each in spec:
             if isinstance(each, tuple):
                 parts.append(torch.full((next(left),), IMAGE))
+                if model.config.model_type.startswith("gemma"):
+                    continue
             parts.append(torch.randint(1, 50, (1 if isinstance(each, tuple) else each,), generator=generator))
         ids = torch.cat(parts)
-        kinds = {"mm_token_type_ids": (ids == IMAGE).int()} if "image_grid_thw" in pixels else {}
+        kind = {"gemma3": "token_type_ids"}.get(model.config.model_type, "mm_token_type_ids")
+        has_kinds = kind == "token_type_ids" or "image_grid_thw" in pixels or "image_position_ids" in pixels
+        kinds = {kind: (ids == IMAGE).int()} if has_kinds else {}
         rows.append({"input_ids": ids, "labels": torch.where(ids == IMAGE, -100, ids), **pixels, **kinds})
     return rows
 
@@ -90,6 +123,17 @@ def _images(
         pixels = draw(len(sizes), 3, *in_pixels.amax(0).tolist())
         tokens = [h * w // config.spatial_merge_size**2 for h, w in sizes]
         return {"pixel_values": pixels, "image_sizes": in_pixels}, tokens
+    if config.model_type == "gemma3":
+        pixels = draw(len(sizes), 3, vision.image_size, vision.image_size)
+        return {"pixel_values": pixels}, [config.mm_tokens_per_image] * len(sizes)
+    if config.model_type == "gemma4":
+        most = max(h * w for h, w in sizes)
+        places = torch.full((len(sizes), most, 2), -1)
+        for place, (h, w) in zip(places, sizes, strict=True):
+            place[: h * w] = torch.cartesian_prod(torch.arange(h), torch.arange(w)).flip(-1)
+        pixels = draw(len(sizes), most, 3 * vision.patch_size**2)
+        tokens = [h * w // vision.pooling_kernel_size**2 for h, w in sizes]
+        return {"pixel_values": pixels, "image_position_ids": places}, tokens
     side, patch = vision.image_size[0], vision.patch_size[0]
     tokens = int((side // patch) ** 2 * config.downsample_ratio**2)
     return {"pixel_values": draw(len(sizes), 3, side, side)}, [tokens] * len(sizes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,12 +18,13 @@ def dense_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
     softcap: float | None = None,
+    mutual: Sequence[tuple[int, int]] = (),
 ) -> tuple[Tensor, Tensor]:
     """Attend over one whole document in the dtype of the tensors; differentiable, any GQA ratio.
 
     q is (q tokens, heads, head_dim), k and v (kv tokens, kv_heads, head_dim). A query sees fewer than `window` tokens
     back; `sinks` (heads,) are logits of a key without a value; `softcap` bounds scores by
-    tanh. Returns (out like q, lse (heads, q), sinks left out).
+    tanh; tokens of each (start, stop) of `mutual` see each other. Returns (out like q, lse (heads, q), sinks left out).
     """
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, dim=1).transpose(0, 1) for x in (k, v))
@@ -29,6 +32,8 @@ def dense_attention(
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     gap = torch.arange(q.shape[0])[:, None] - torch.arange(k.shape[1])
     hidden = (gap < 0) & torch.tensor(causal) | (gap >= (window or len(gap) + 1))
+    for start, stop in mutual:
+        hidden[start:stop, start:stop] &= gap[start:stop, start:stop] >= 0
     scores = scores.masked_fill(hidden, float("-inf"))
     logits = scores if sinks is None else torch.cat((scores, sinks[:, None, None].expand(-1, len(gap), 1)), dim=-1)
     weights = torch.softmax(logits, dim=-1)[..., : k.shape[1]]

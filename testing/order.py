@@ -16,7 +16,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.engine.wave_order import END, GATHER, REDUCE, UnitKind, backward_calls, forward_calls
 from lengthwise.program.lower import MicrobatchProgram, last_on_all_ranks, lower_plan
-from lengthwise.program.records import Content, Round, Transfer
+from lengthwise.program.records import Content, MutualSpans, Round, Transfer
 from lengthwise.program.ring_order import line_peers
 from lengthwise.program.spans import Mixing, far_peers, halo_round, sweep_rounds
 
@@ -196,6 +196,7 @@ def check_order(
     counts_routers: bool = False,
     tied: bool = False,
     ranks_per_node: int | None = None,
+    mutual: MutualSpans | None = None,
 ) -> int:
     """Run the grouped calls of one step of `plan` under strict matching; return how many messages were matched.
 
@@ -204,7 +205,7 @@ def check_order(
     layer is (default: `layers` layers of full attention). `counts_routers`: the counting pass of a model
     with a router balance loss comes first (`program.step_program`). In a plan of kind `waves` every rank runs all
     microbatches of its node's ranks (`ranks_per_node`; None: of all), and gathers and reduces units between rounds, as
-    `engine.unit_waves` does; `tied`: all that is in no layer is one unit.
+    `engine.unit_waves` does; `tied`: all that is in no layer is one unit. `mutual`: that of `lower_plan`.
 
     Raises:
         PlanError: the ranks would wait for each other for ever; it names the ranks and what they wait in.
@@ -213,7 +214,13 @@ def check_order(
     windows = [None] * layers if windows is None else windows
     for rank in range(plan.ranks):
         groups = rank_groups(
-            plan, rank, windows=windows, counts_routers=counts_routers, tied=tied, ranks_per_node=ranks_per_node
+            plan,
+            rank,
+            windows=windows,
+            counts_routers=counts_routers,
+            tied=tied,
+            ranks_per_node=ranks_per_node,
+            mutual=mutual,
         )
         for label, operations in groups:
             if label == CONNECTIONS:
@@ -236,13 +243,14 @@ def rank_groups(
     counts_routers: bool = False,
     tied: bool = False,
     ranks_per_node: int | None = None,
+    mutual: MutualSpans | None = None,
 ) -> Iterator[tuple[str, list[Operation]]]:
     """Yield (label, operations) of every grouped call that `rank` makes in a step, in order."""
     gathers = plan.schedule["kind"] == "waves"
     units = _units(len(windows), tied=tied) if gathers else []
     in_step = (ranks_per_node or plan.ranks) if gathers else 1
     node = range(rank - rank % in_step, rank - rank % in_step + in_step)
-    programs = lower_plan(plan, rank, ranks_in_step=in_step)
+    programs = lower_plan(plan, rank, ranks_in_step=in_step, mutual=mutual)
     for unit in {each.name: each for each in units}.values():
         for kind in (GATHER, REDUCE):
             yield "start", [_unit_call(kind, unit, node)]

@@ -81,9 +81,14 @@ def plain_losses(model, rows, *, dtype=torch.float64, autocast=None):
         ids = torch.as_tensor(row["input_ids"])
         labels = torch.as_tensor(row.get("labels", ids))[1:]
         with nullcontext() if autocast is None else torch.autocast("cpu", dtype=autocast):
-            images = {name: row[name] for name in ("pixel_values", "image_grid_thw", "image_sizes") if name in row}
-            if "mm_token_type_ids" in row:
-                images["mm_token_type_ids"] = row["mm_token_type_ids"][None]
+            images = {
+                name: row[name]
+                for name in ("pixel_values", "image_grid_thw", "image_sizes", "image_position_ids")
+                if name in row
+            }
+            for name in ("mm_token_type_ids", "token_type_ids"):
+                if name in row:
+                    images[name] = row[name][None]
             logits = model(input_ids=ids[None], use_cache=False, **images).logits[0, :-1]
         losses = F.cross_entropy(
             logits.to(torch.promote_types(dtype, torch.float32)), labels, ignore_index=-100, reduction="none"

@@ -1,5 +1,8 @@
 """Attention under a plan equals attention of each document by itself, wherever its tokens were."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 from testing import (
@@ -15,7 +18,8 @@ from lengthwise.attention import FlashCpuKernel, ReferenceKernel
 from lengthwise.attention.ring_steps import ring_steps_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_microbatch, ring_order
+from lengthwise.program import MutualSpans, lower_microbatch, ring_order
+from tiers import more
 
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
 
@@ -79,6 +83,42 @@ def test_windows_equal_dense_in_tiles_and_over_chunk_borders(kernel, window):
     plan = make_plan(3, [700, 301, 40], pieces)
     sinks, rows = torch.tensor([1.0, 0.0, -1.0, 30.0], dtype=torch.float64), documents(plan.tokens)
     check(run_strict(plan, rows, kernel, window=window, sinks=sinks), rows, window=window, sinks=sinks)
+
+
+def both_ways(lengths, seed):
+    """Draw spans of each sequence; some begin or end it."""
+    random = np.random.default_rng(seed)
+    borders = [np.unique(random.integers(0, n + 1, 2 * random.integers(1, 4))).tolist() for n in lengths]
+    return tuple(tuple(zip(each[:-1:2], each[1::2], strict=False)) for each in borders)
+
+
+def over_rings(ranks, seed):
+    """Place four sequences: a long one on all ranks, packs, and one whose heads are split where ranks come in pairs."""
+    heads = 2 if ranks % 2 == 0 else 1
+    pieces = [
+        [Piece(ranks=ring_order(0, ranks), sequences=(0,)), Piece(ranks=(0,), sequences=(1, 2))],
+        Piece(ranks=ring_order(0, ranks), sequences=(3, 4), heads=heads),
+    ]
+    lengths = np.random.default_rng(seed).integers(1, 90, 5).tolist()
+    return make_plan(ranks, [120, *lengths[1:]], pieces)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "window", "ranks", "seed"),
+    [
+        (KERNELS[0], 5, 3, 0),
+        (KERNELS[2], None, 4, 1),
+        *(more(*each) for each in itertools.product(KERNELS, (None, 1, 5, 40), (1, 2, 3, 4, 6), range(2))),
+    ],
+    ids=lambda value: type(value).__name__ if value in KERNELS else str(value),
+)
+def test_tokens_of_an_image_see_each_other_wherever_it_is_cut(kernel, window, ranks, seed):
+    """Also through windows smaller than the image, which hide what lies before alone."""
+    plan = over_rings(ranks, seed)
+    rows, spans = documents(plan.tokens), both_ways(plan.tokens, seed)
+    for in_windows in (False, True):
+        found = run_strict(plan, rows, kernel, window=window, mutual=MutualSpans(spans=spans, in_windows=in_windows))
+        check(found, rows, window=window, mutual=spans if window or not in_windows else ())
 
 
 def test_sinks_of_any_size_do_not_overflow():

@@ -22,21 +22,21 @@ def documents(lengths, dtype=torch.float64, *, heads=4, kv_heads=2, seed=0, spre
     return rows
 
 
-def dense(row, *, window=None, sinks=None):
+def dense(row, *, window=None, sinks=None, mutual=()):
     """Return [out, dq, dk, dv] of one sequence alone in fp64, and the gradient of the sinks where there are any."""
     q, k, v = (x.double().requires_grad_() for x in row[:3])
     extra = [] if sinks is None else [sinks.double().requires_grad_()]
-    out, _ = dense_attention(q, k, v, scale=SCALE, window=window, sinks=extra[0] if extra else None)
+    out, _ = dense_attention(q, k, v, scale=SCALE, window=window, sinks=extra[0] if extra else None, mutual=mutual)
     return [out.detach(), *torch.autograd.grad(out, [q, k, v, *extra], row[3].double())]
 
 
-def check(found, rows, *, window=None, sinks=None):
+def check(found, rows, *, window=None, sinks=None, mutual=()):
     """Compare with each document alone, in fp64."""
     whole, sink_grad = found
     dtype = rows[0][0].dtype
     expected_sinks = 0.0
     for i, (row, mine) in enumerate(zip(rows, whole, strict=True)):
-        wanted = dense(row, window=window, sinks=sinks)
+        wanted = dense(row, window=window, sinks=sinks, mutual=mutual[i] if mutual else ())
         # dq and dk are zero in exact arithmetic where a query sees one key: floored by the size of the others.
         floor = max(0.0 if dtype == torch.float64 else rounding_floor(*wanted[1:4]), 1e-2 * len(row[0]) ** 0.5)
         for name, a, b in zip(NAMES, mine, wanted[:4], strict=True):
@@ -49,5 +49,5 @@ def check(found, rows, *, window=None, sinks=None):
 
 def run_strict(plan, rows, kernel=None, **options):
     """Return what `attend_on_ranks` does, on ranks whose order of calls is proved first."""
-    check_order(plan, windows=[options.get("window")])
+    check_order(plan, windows=[options.get("window")], mutual=options.get("mutual"))
     return attend_on_ranks(plan, rows, kernel or FlashCpuKernel(), scale=SCALE, **options)

@@ -36,7 +36,7 @@ def test_every_family_that_sees_is_tried():
 @pytest.mark.parametrize(
     ("family", "ranks", "trains"),
     [
-        *(("qwen3_vl", 3, "all"), ("mistral3", 1, "text"), ("internvl", 2, "all")),
+        *(("qwen3_vl", 3, "all"), ("mistral3", 1, "text"), ("internvl", 2, "all"), ("gemma3", 2, "all")),
         *(more(family, ranks, trains) for family in TEXTS for ranks in (1, 2, 3, 4) for trains in ("text", "all")),
     ],
 )
@@ -57,18 +57,30 @@ def test_rows_with_images_train_as_in_the_plain_loop(family, ranks, trains, tmp_
         assert max(map(max, found)) < 1e-11
 
 
-def test_answers_about_an_image_share_its_tokens_and_adapters_train(tmp_path):
+def answers(model, spec, count=8):
+    """Return answers of 6 tokens to one text about two images, or two lists of them."""
+    for number in range(count):
+        (row,) = image_rows(model, [spec], seed=2 * number // count)
+        ids = image_rows(model, [spec])[0]["input_ids"]
+        ids[-6:] = torch.randint(1, 50, (6,), generator=torch.Generator().manual_seed(number))
+        labels = torch.where(torch.arange(len(ids)) < len(ids) - 6, -100, ids)
+        yield {**row, "input_ids": ids, "labels": labels}
+
+
+@pytest.mark.parametrize(
+    ("family", "spec", "expected", "prefixes"),
+    [
+        ("qwen3_vl", [3, (8, 8), 40], [0, 0, *[53] * 6], 2),
+        more("gemma3", [20, (4, 4), 40], [0, 20, *[57] * 6], 2),
+        more("gemma3", [90, (4, 4), 6], [0, *[90] * 7], 1),
+    ],
+)
+def test_answers_about_an_image_share_its_tokens_and_adapters_train(family, spec, expected, prefixes, tmp_path):
     """Answers about another image of the same size share nothing with them but what comes before it."""
 
     def work(_rank):
-        model = image_model("qwen3_vl")
-        rows = []
-        for number in range(8):
-            (row,) = image_rows(model, [[3, (8, 8), 40]], seed=number // 4)
-            ids = image_rows(model, [[3, (8, 8), 40]])[0]["input_ids"]
-            ids[-6:] = torch.randint(1, 50, (6,), generator=torch.Generator().manual_seed(number))
-            labels = torch.where(torch.arange(len(ids)) < len(ids) - 6, -100, ids)
-            rows.append({**row, "input_ids": ids, "labels": labels})
+        model = image_model(family)
+        rows = list(answers(model, spec))
         shared = RowBatch(rows, reader=image_reader(text_part(model))).shared_prefixes()
         torch.manual_seed(2)
         config = LoraConfig(r=4, target_modules=r".*(language_model.*q_proj|visual.*qkv)", init_lora_weights=False)
@@ -86,8 +98,8 @@ def test_answers_about_an_image_share_its_tokens_and_adapters_train(tmp_path):
         return shared.common, len(result.plan.tokens) - len(rows), abs(result.loss - loss) / loss, max(apart)
 
     for common, beginnings, *found in in_ranks(in_double(work), 2, tmp_path):
-        assert sorted(common) == [0, 0, *[53] * 6], common
-        assert beginnings == 2
+        assert sorted(common) == expected, common
+        assert beginnings == prefixes
         assert max(found) < 1e-11
 
 
@@ -161,7 +173,7 @@ def test_images_that_do_not_fit_their_row_or_model_are_named():
         assert f"got the token {video}, which stands for an image or a sound (video_token_id)" in said(
             session, input_ids=of_video
         )
-    config = tiny_tower_config("gemma3", "gemma3_text", {"vocab_size": VOCAB}, image_token_index=IMAGE)
+    config = tiny_tower_config("llava", "llama", {"vocab_size": VOCAB}, image_token_index=IMAGE)
     blind = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train()
     with Session(blind, SGD(blind.parameters()), capacity_tokens=64) as session:
         assert f"got the token {IMAGE}, which stands for an image" in said(session)

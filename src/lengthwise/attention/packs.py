@@ -117,17 +117,20 @@ def pack_documents(
     return tuple(sorted(packs, key=lambda pack: pack.rows.start - pack.rows.stop))
 
 
-def joined_pack(documents: Sequence[int], keys: Sequence[int], device: torch.device) -> Pack:
-    """Return the call for documents of so many queries, side by side, that see so many keys of their own."""
-    borders = torch.tensor([[0, *accumulate(each)] for each in (documents, keys)], dtype=torch.int32, device="cpu")
-    of_queries, of_keys = to_device(borders, device)
+def joined_pack(documents: Sequence[int], keys: Sequence[int] | None, device: torch.device) -> Pack:
+    """Return the call for documents of so many queries, side by side, that see so many keys of their own.
+
+    keys: None for as many as queries, seen causally.
+    """
+    borders = [[0, *accumulate(each)] for each in (documents, keys) if each is not None]
+    of_queries, *of_keys = to_device(torch.tensor(borders, dtype=torch.int32, device="cpu"), device)
     return Pack(
         rows=slice(0, sum(documents)),
         cu_seqlens=of_queries,
         max_seqlen=max(documents),
         window=None,
-        keys=of_keys,
-        max_keys=max(keys),
+        keys=of_keys[0] if of_keys else None,
+        max_keys=max(keys or [0]),
     )
 
 

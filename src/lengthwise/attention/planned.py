@@ -107,6 +107,11 @@ class PlannedAttention:
         """Why scores cannot be capped here, or None."""
         return None if self._kernel.caps_scores else f"the kernel, {self._kernel.name}, cannot cap scores"
 
+    @property
+    def _packed(self) -> PackKernel:
+        assert self._packs is not None, f"{self._kernel.name} takes no packs"
+        return self._packs
+
     def lower(self, windows: Collection[int | None], device: torch.device) -> None:
         """Lower the ring steps of layers with these windows in advance."""
         for window in windows:
@@ -124,17 +129,19 @@ class PlannedAttention:
         for ring_step in ring.steps:
             posted = self._post(ring_step, held, {}, blocks) if ring_step.sends or ring_step.receives else None
             for heads, packs in ring_step.packs.items():
-                assert self._packs is not None, f"{self._kernel.name} takes no packs"
                 for pack in packs:
-                    parts[heads].take_pack(pack, *self._packs.forward_pack(blocks[heads].at(pack.rows), pack))
+                    parts[heads].take_pack(pack, *self._packed.forward_pack(blocks[heads].at(pack.rows), pack))
             for task in ring_step.tasks:
                 block = self._block(blocks[task.heads], task, held)
                 queries = slice(task.q_start, task.q_stop)
                 parts[task.heads].take(queries, *self._kernel.forward(block), is_first=task.causal)
             for joined in ring_step.joined:
-                assert self._packs is not None, f"{self._kernel.name} takes no packs"
                 block = _joined_block(blocks[joined.heads], joined, held)
-                parts[joined.heads].take(joined.rows, *self._packs.forward_pack(block, joined.pack))
+                if joined.pack is None:
+                    found = self._kernel.forward(block)
+                else:
+                    found = self._packed.forward_pack(block, joined.pack)
+                parts[joined.heads].take(joined.rows, *found)
             if posted is not None:
                 _take_over(posted, held, {})
             for shard in ring_step.last_used:
@@ -176,11 +183,10 @@ class PlannedAttention:
         for ring_step in ring.steps:
             posted = self._post(ring_step, held, gradients, blocks) if ring_step.sends or ring_step.receives else None
             for heads, packs in ring_step.packs.items():
-                assert self._packs is not None, f"{self._kernel.name} takes no packs"
                 for pack in packs:
                     block, saved = blocks[heads].at(pack.rows), attended[heads][1].at(pack.rows)
                     grad = split[heads][0][pack.rows]
-                    sums[heads].take_pack(pack, self._packs.backward_pack(grad, block, saved, pack))
+                    sums[heads].take_pack(pack, self._packed.backward_pack(grad, block, saved, pack))
             for task in ring_step.tasks:
                 into = self._gradients_of(task, gradients, blocks, sums)
                 grads = self._block_gradients(task, split[task.heads][0], attended[task.heads], held)
@@ -188,12 +194,15 @@ class PlannedAttention:
                 sums[task.heads].take(queries, keys, grads, into, is_first=task.causal)
                 del grads  # before others are made
             for joined in ring_step.joined:
-                assert self._packs is not None, f"{self._kernel.name} takes no packs"
                 into = self._gradients_of(joined, gradients, blocks, sums)
                 (grad,), (block, saved) = split[joined.heads], attended[joined.heads]
                 saved = Saved(out=picked(saved.out, joined.rows), lse=picked(saved.lse, joined.rows, dim=1))
                 block = _joined_block(block, joined, held)
-                grads = self._packs.backward_pack(picked(grad, joined.rows), block, saved, joined.pack)
+                of_those = picked(grad, joined.rows), block, saved
+                if joined.pack is None:
+                    grads = self._kernel.backward(*of_those)
+                else:
+                    grads = self._packed.backward_pack(*of_those, joined.pack)
                 sums[joined.heads].take(joined.rows, joined.cols, grads, into)
                 del grads
             if posted is not None:
@@ -228,10 +237,9 @@ class PlannedAttention:
         """Return this rank's (forward, backward) ring steps for layers with `window`, lowered once."""
         if (window, rows) not in self._steps:
             program, padding = self._program.with_window(window), rows - self.num_tokens
-            packing = joining = None
+            packing, joining = None, partial(join_blocks, device=device, kernel=self._packs)
             if self._packs is not None:
                 packing = partial(pack_documents, device=device, alone_from=self._packs.alone_from)
-                joining = partial(join_blocks, device=device, full_from=self._packs.full_from)
             self._steps[window, rows] = ring_steps_of(program, self._transport.rank, packing, joining, padding=padding)
         return self._steps[window, rows]
 
@@ -300,7 +308,7 @@ class PlannedAttention:
 
 def _joined_block(layer: Block, joined: JoinedBlocks, held: Held) -> Block:
     k, v = (picked(each, joined.cols) for each in held[joined.piece, joined.owner])
-    return replace(layer, q=picked(layer.q, joined.rows), k=k, v=v, causal=False)
+    return replace(layer, q=picked(layer.q, joined.rows), k=k, v=v, causal=joined.causal)
 
 
 def _take_over(posted: tuple[Pending, Arriving], held: Held, gradients: dict[Shard, Tensor]) -> None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lengthwise.attention.packs import Pack, joined_pack, lengths_of, rows_of, runs_of, to_device
+from lengthwise.attention.packs import Pack, PackKernel, joined_pack, lengths_of, rows_of, runs_of, to_device
 from lengthwise.program import ALL_HEADS, BlockTask, Content, HeadRange, MicrobatchProgram, RankRound, Transfer
 
 Shard = tuple[int, int]
@@ -19,12 +19,16 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinedBlocks:
-    """Blocks of several sequences in one call. rows, cols: their queries and keys, as `BlockTask` counts them."""
+    """Blocks in one call, of their queries and keys `rows` and `cols`, as `BlockTask` counts them.
+
+    causal: True if queries see no later key among `cols`. pack: None for one block, and a kernel without packs.
+    """
 
     piece: int
     owner: int
     heads: HeadRange
-    pack: Pack
+    causal: bool
+    pack: Pack | None
     rows: slice | Tensor
     cols: slice | Tensor
 
@@ -68,8 +72,8 @@ def ring_steps_of(
 ) -> tuple[RingPass, RingPass]:
     """Return a rank's (forward, backward) ring steps.
 
-    packing, joining: `pack_documents` and `join_blocks` with the kernel's and device's arguments, None if the kernel
-    takes no packs. padding: rows after the tokens, a document of packs. Steps without work stay, for the order.
+    packing, joining: `pack_documents` and `join_blocks` with the kernel's and device's arguments; packing is None if
+    the kernel takes no packs. padding: rows after the tokens, a document of packs. Steps without work stay, for order.
     """
     tasks = [program.tasks(rank, number) for number in range(program.ring_steps)]
     packs: dict[HeadRange, tuple[Pack, ...]] = {}
@@ -123,13 +127,17 @@ def _ring_pass(
 
 
 def join_blocks(
-    tasks: Sequence[BlockTask], *, device: torch.device, full_from: int | None
+    tasks: Sequence[BlockTask], *, device: torch.device, kernel: PackKernel | None
 ) -> tuple[tuple[BlockTask, ...], tuple[JoinedBlocks, ...]]:
-    """Return the blocks of a ring step that stay alone, and calls of several. full_from: see `PackKernel`.
+    """Return the blocks of a ring step that stay alone, and calls of several; without packs only those `ahead`.
 
     Blocks with a mask stay alone. A call has each query and each key once, so that one merge takes its results.
     """
-    alone, sets = list[BlockTask](), list[list[BlockTask]]()
+    ahead = _ahead(tasks, device, in_packs=kernel is not None)
+    tasks = tuple(task for task in tasks if not task.ahead)
+    if kernel is None:
+        return tasks, ahead
+    alone, sets, full_from = list[BlockTask](), list[list[BlockTask]](), kernel.full_from
     for task in tasks:
         is_long = full_from is not None and min(_sizes(task)) >= full_from
         if is_long or task.causal or task.window is not None:
@@ -142,7 +150,7 @@ def join_blocks(
             fitting.append(task)
     runs = [[each[number] for number in run] for each in sets for run in runs_of([max(_sizes(one)) for one in each])]
     alone += [run[0] for run in runs if len(run) == 1]
-    return tuple(alone), tuple(_joined(run, device) for run in runs if len(run) > 1)
+    return tuple(alone), (*(_joined(run, device) for run in runs if len(run) > 1), *ahead)
 
 
 def _sizes(task: BlockTask) -> tuple[int, int]:
@@ -160,10 +168,35 @@ def _joined(tasks: Sequence[BlockTask], device: torch.device) -> JoinedBlocks:
         piece=first.piece,
         owner=first.owner,
         heads=first.heads,
+        causal=False,
         pack=joined_pack(queries, keys, device),
         rows=_places([range(each.q_start, each.q_stop) for each in tasks], device),
         cols=_places([range(each.kv_start, each.kv_stop) for each in tasks], device),
     )
+
+
+def _ahead(tasks: Sequence[BlockTask], device: torch.device, *, in_packs: bool) -> tuple[JoinedBlocks, ...]:
+    """Return the calls of blocks `ahead`, which are causal ones of their queries and keys in reversed order."""
+    calls = defaultdict[object, list[BlockTask]](list)
+    for number, task in enumerate(tasks):
+        if task.ahead:
+            calls[(task.piece, task.heads) if in_packs else number].append(task)
+    return tuple(
+        JoinedBlocks(
+            piece=those[0].piece,
+            owner=those[0].owner,
+            heads=those[0].heads,
+            causal=True,
+            pack=joined_pack([_sizes(each)[0] for each in those], None, device) if in_packs else None,
+            rows=_reversed([range(each.q_start, each.q_stop) for each in those], device),
+            cols=_reversed([range(each.kv_start, each.kv_stop) for each in those], device),
+        )
+        for those in calls.values()
+    )
+
+
+def _reversed(spans: Sequence[range], device: torch.device) -> Tensor:
+    return to_device(torch.tensor([row for span in spans for row in reversed(span)], device="cpu"), device)
 
 
 def _places(spans: Sequence[range], device: torch.device) -> slice | Tensor:

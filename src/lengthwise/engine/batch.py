@@ -18,7 +18,7 @@ from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.sampler import Position
 from lengthwise.models.images import MicrobatchImages
-from lengthwise.program import Segment
+from lengthwise.program import MutualSpans, Segment
 
 NO_PLACEHOLDERS: Mapping[int, str] = MappingProxyType({})
 
@@ -66,6 +66,11 @@ class StepBatch:
     def images(self, segments: Sequence[Segment]) -> MicrobatchImages | None:
         """Return the images of a rank's segments, or None without any."""
         del segments
+        return None
+
+    def mutual(self, plan: Plan) -> MutualSpans | None:
+        """Return the spans of a plan's sequences whose tokens see each other in both directions, or None."""
+        del plan
         return None
 
     def places(self, segments: Iterable[Segment]) -> Iterator[tuple[int, int, int]]:

@@ -135,6 +135,7 @@ def run_part(plan: Plan, batch: StepBatch, context: StepContext) -> RankResult:
         ranks_in_step=1 if parameters is None else parameters.ranks_in_step,
         train=context.train,
         counts_routers=has_balance_loss(context.model.config),
+        mutual=batch.mutual(plan),
     )
     transport.phase = f"{context.name}, connecting"
     new_peers = far_peers(tuple(program.microbatches.values()), mesh.replica, mixing_of(context.model))

@@ -26,8 +26,9 @@ from lengthwise.models.loss import has_run
 from lengthwise.models.text_part import has_towers, left_alone, trained_towers, whole_model
 
 PIXELS = "pixel_values"
-MODALITIES = ("mm_token_type_ids",)  # columns of processors that say again which tokens are images
+MODALITIES = ("mm_token_type_ids", "token_type_ids")  # columns of processors that say again which tokens are images
 
+_PATCHES, _NO_PATCH = "image_position_ids", -1  # places of patches, and of none, in Gemma 4
 _FEATURES = "mm_encoder_outputs"  # argument of Hugging Face's models that takes features in place of pixels
 _REMEDY = "Pass what the model's processor returns for one row, with its images."
 
@@ -37,13 +38,15 @@ class _Kind:
     """How rows of a family carry images.
 
     beside: column with one entry an image, None if `pixel_values` has one. pixels: entries of `pixel_values` an image.
-    tokens: tokens of each image. has_axes: True if positions have several axes.
+    tokens: tokens of each image. has_axes: True if positions have several axes. mutual: layers in which the tokens of
+    images that nothing parts see each other in both directions: "all", "windows" or "none".
     """
 
     beside: str | None
     pixels: Callable[[Mapping[str, Tensor]], Tensor]
     tokens: Callable[[Any, Mapping[str, Tensor], int], Tensor]
     has_axes: bool = False
+    mutual: Callable[[Any], str] = lambda _config: "none"
 
 
 def _ones(inputs: Mapping[str, Tensor]) -> Tensor:
@@ -62,6 +65,19 @@ def _of_tiles(_config: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor
     return torch.full((len(inputs[PIXELS]),), tokens // max(1, len(inputs[PIXELS])))
 
 
+def _of_config(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
+    return torch.full((len(inputs[PIXELS]),), config.mm_tokens_per_image)
+
+
+def _of_patches(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
+    patches = (inputs[_PATCHES] != _NO_PATCH).all(-1).sum(-1)
+    return patches // config.vision_config.pooling_kernel_size**2
+
+
+def _in_windows(config: Any) -> str:
+    return "windows" if config.text_config.use_bidirectional_attention == "vision" else "none"
+
+
 _GRIDS = _Kind(
     beside="image_grid_thw", pixels=lambda inputs: inputs["image_grid_thw"].prod(-1), tokens=_of_grid, has_axes=True
 )
@@ -69,6 +85,8 @@ _KINDS = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _GRIDS),
     "mistral3": _Kind(beside="image_sizes", pixels=_ones, tokens=_of_sizes),
     "internvl": _Kind(beside=None, pixels=_ones, tokens=_of_tiles),
+    "gemma3": _Kind(beside=None, pixels=_ones, tokens=_of_config, mutual=lambda _config: "all"),
+    "gemma4": _Kind(beside=_PATCHES, pixels=_ones, tokens=_of_patches, mutual=_in_windows),
 }
 IMAGE_FAMILIES = tuple(_KINDS)
 """Families whose rows with images train, by `model_type`."""
@@ -83,6 +101,7 @@ class RowImages:
     inputs: the tower's inputs, of all images. places: tokens of the row that stand for images, (image tokens,).
     ends: image tokens up to the end of each image, (images,). pixels: entries of `pixel_values` up to the end of each.
     positions: (axes, length), or None if positions count tokens. digests: a digest an image, uint64 (images,).
+    mutual: spans (start, stop) of tokens that see each other in both directions; a prefix has all of one or nothing.
     """
 
     inputs: Mapping[str, Tensor]
@@ -91,6 +110,7 @@ class RowImages:
     pixels: np.ndarray
     positions: Tensor | None
     digests: np.ndarray
+    mutual: tuple[tuple[int, int], ...] = ()
 
     def by_token(self, tokens: int) -> np.ndarray:
         """Return the digest of the image of each of the first `tokens` tokens, uint64 (tokens,), 0 for text."""
@@ -98,6 +118,10 @@ class RowImages:
         places = self.places[: np.searchsorted(self.places, tokens)]
         found[places] = self.digests[np.searchsorted(self.ends, np.arange(len(places)), side="right")]
         return found
+
+    def whole_until(self, tokens: int) -> int:
+        """Return how many of the first `tokens` tokens are a prefix that parts no mutual span."""
+        return next((start for start, stop in self.mutual if start < tokens < stop), tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +150,7 @@ class ImageReader:
         config = whole.config
         self._model, self._config, self._kind = whole.model, config, _KINDS[config.model_type]
         self.token: int = config.image_token_id
+        self.mutual = self._kind.mutual(config)
         self.columns = (PIXELS, self._kind.beside) if self._kind.beside is not None else (PIXELS,)
 
     def read(self, ids: np.ndarray, given: Mapping[str, Tensor], where: str) -> RowImages | None:
@@ -149,14 +174,17 @@ class ImageReader:
             )
             got = f"{int(tokens.sum())} tokens and {int(pixels.sum())} entries by {self.columns[-1]}"
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
-        ends = np.cumsum(pixels.numpy())
+        ends, of_tokens = np.cumsum(pixels.numpy()), np.cumsum(tokens.numpy())
+        digests = np.array([self._digest(given, ends, image) for image in range(len(ends))], dtype=np.uint64)
+        mutual = _runs(places) if self.mutual != "none" else ()
         return RowImages(
             inputs=dict(given),
             places=places,
-            ends=np.cumsum(tokens.numpy()),
+            ends=of_tokens,
             pixels=ends,
             positions=self._positions(ids, given) if self._kind.has_axes else None,
-            digests=np.array([self._digest(given, ends, image) for image in range(len(ends))], dtype=np.uint64),
+            digests=_of_runs(digests, places[of_tokens - 1], mutual),
+            mutual=mutual,
         )
 
     def _positions(self, ids: np.ndarray, given: Mapping[str, Tensor]) -> Tensor:
@@ -200,7 +228,7 @@ class ImageReader:
             for feature in each
         ]
         return MicrobatchImages(
-            inputs={name: _joined([each[name] for each in parts]) for name in self.columns} if parts else {},
+            inputs={name: _joined([each[name] for each in parts], name) for name in self.columns} if parts else {},
             features=torch.tensor(features, dtype=torch.long),
             positions=self._of_segments(rows, places) if self._kind.has_axes else None,
         )
@@ -214,6 +242,23 @@ class ImageReader:
             plain = torch.arange(start, stop).expand(axes, -1)
             found.append(plain if positions is None else positions[:, start:stop])
         return torch.cat(found, dim=-1)
+
+
+def _runs(places: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """Return the spans (start, stop) of neighbours among ascending places."""
+    borders = np.flatnonzero(np.diff(places) > 1) + 1
+    return tuple((int(each[0]), int(each[-1]) + 1) for each in np.split(places, borders))
+
+
+def _of_runs(digests: np.ndarray, lasts: np.ndarray, mutual: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return a digest an image, of all images in its mutual span. lasts: last token of each image."""
+    found = digests.copy()
+    for start, stop in mutual:
+        those = (start <= lasts) & (lasts < stop)
+        if those.sum() > 1:
+            joined = hashlib.sha256(digests[those].tobytes()).digest()
+            found[those] = int.from_bytes(joined[:8], "little") | 1
+    return found
 
 
 def _held(row: RowImages, start: int, stop: int) -> range:
@@ -236,13 +281,14 @@ def _of_image(inputs: Mapping[str, Tensor], pixels: np.ndarray, image: int) -> d
     return {name: each[own] if name == PIXELS else each[image : image + 1] for name, each in inputs.items()}
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _joined(parts: Sequence[Tensor], name: str) -> Tensor:
     """Join images; padded ones of different rows are padded to the largest."""
+    filled = _NO_PATCH if name == _PATCHES else 0
     sizes = [max(each) for each in zip(*(part.shape[1:] for part in parts), strict=True)]
     if any(list(part.shape[1:]) != sizes for part in parts):
         beyond = [[(0, most - size) for size, most in zip(part.shape[1:], sizes, strict=True)] for part in parts]
         parts = [
-            F.pad(part, [number for pair in reversed(each) for number in pair])
+            F.pad(part, [number for pair in reversed(each) for number in pair], value=filled)
             for part, each in zip(parts, beyond, strict=True)
         ]
     return torch.cat(list(parts))

@@ -2,7 +2,8 @@
 
 All positions share the borders of chunks, so without a window no mask is needed: a position's own keys are one causal
 block; both its query chunks see the low chunk of a lower position; its high chunk sees both chunks of a higher one. A
-window drops and trims blocks. `branches` adds the blocks of sequences that continue another one.
+window drops and trims blocks. `branches` adds the blocks of sequences that continue another one. What tokens of images
+see beyond causality are blocks of their own (docs/decisions/images-both-ways.md).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from lengthwise.program.records import BlockTask, HeadRange, Segment
+from lengthwise.program.records import BlockTask, HeadRange, MutualSpans, Segment
 
 # Tiles on the diagonal are at least this long: launching shorter ones costs more than the masked work they save.
 LEAST_TILE_TOKENS = 128
@@ -38,12 +39,13 @@ class TokenSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """Queries and the keys that they see. window: window in tokens if its edge crosses the block."""
+    """Queries and the keys that they see. window, ahead: see `BlockTask`."""
 
     queries: TokenSpan
     keys: TokenSpan
     causal: bool = False
     window: int | None = None
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,14 +73,17 @@ class Queries:
             window=meeting.window,
             distance=queries.start - keys.start,
             heads=self.heads,
+            ahead=meeting.ahead,
         )
 
 
-def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None) -> Iterator[BlockTask]:
+def block_tasks(
+    queries: Queries, held: Sequence[Segment], *, owner: int, window: int | None, mutual: MutualSpans | None = None
+) -> Iterator[BlockTask]:
     """Yield the blocks of one position's queries against the shard of position `owner`, diagonal blocks first.
 
     Shards list the low and the high chunk of each sequence; key offsets count from the start of `held`. window: tokens
-    that a query sees, itself included.
+    that a query sees, itself included. mutual: those of all sequences.
     """
     own, q_offset, kv_offset = queries.shard, 0, 0
     for low, high, held_low, held_high in zip(own[::2], own[1::2], held[::2], held[1::2], strict=True):
@@ -87,7 +92,8 @@ def block_tasks(queries: Queries, held: Sequence[Segment], *, owner: int, window
             blocks = _whole_blocks(q_spans, kv_spans, own=owner == queries.position)
         else:
             blocks = _window_blocks(q_spans, kv_spans, window)
-        for block in blocks:
+        ahead = _ahead_blocks(q_spans, kv_spans, mutual.spans[low.sequence]) if mutual is not None else ()
+        for block in (*blocks, *ahead):
             yield queries.task(block, sequence=low.sequence, owner=owner)
         q_offset += low.num_tokens + high.num_tokens
         kv_offset += held_low.num_tokens + held_high.num_tokens
@@ -102,6 +108,17 @@ def positions_seeing(bounds: Sequence[int], owner: int, window: int) -> Iterator
             for later in range(chunk + 1, min(bisect_left(bounds, stop - 1 + window), last + 1)):
                 if bounds[later] < bounds[later + 1]:
                     yield min(later, last - later)
+
+
+def positions_ahead(bounds: Sequence[int], owner: int, spans: Sequence[tuple[int, int]]) -> Iterator[int]:
+    """Yield the positions, some twice, with earlier tokens of a mutual span of which `owner` has tokens."""
+    last = len(bounds) - 2
+    for start, stop in spans:
+        for chunk in (owner, last - owner):
+            if max(start, bounds[chunk]) < min(stop, bounds[chunk + 1]):
+                for earlier in range(chunk):
+                    if max(start, bounds[earlier]) < bounds[earlier + 1]:
+                        yield min(earlier, last - earlier)
 
 
 def chunk_spans(low: Segment, high: Segment, offset: int) -> list[TokenSpan]:
@@ -130,6 +147,30 @@ def _whole_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], *
     for seeing, keys in groupby(kv_spans, lambda keys: [span for span in q_spans if span.start >= keys.stop]):
         if seeing:  # keys seen by the same queries are one block; these queries are adjacent, up to the last
             yield Meeting(queries=joined(seeing), keys=joined(list(keys)))
+
+
+def _ahead_blocks(
+    q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], spans: Sequence[tuple[int, int]]
+) -> Iterator[Meeting]:
+    """Yield the later keys that queries of mutual spans see: half a square of their chunk, and all of later chunks.
+
+    A window hides none of them: it hides keys that lie before.
+    """
+    for start, stop in spans:
+        for queries in (_common(each, start, stop) for each in q_spans):
+            for keys in (_common(each, start, stop) for each in kv_spans):
+                if queries is None or keys is None:
+                    continue
+                if queries.stop <= keys.start:
+                    yield Meeting(queries=queries, keys=keys)
+                elif queries.start == keys.start and queries.stop - queries.start > 1:
+                    first, last = queries.start, queries.stop
+                    yield Meeting(queries=queries.part(first, last - 1), keys=keys.part(first + 1, last), ahead=True)
+
+
+def _common(span: TokenSpan, start: int, stop: int) -> TokenSpan | None:
+    first, last = max(span.start, start), min(span.stop, stop)
+    return span.part(first, last) if first < last else None
 
 
 def _window_blocks(q_spans: Sequence[TokenSpan], kv_spans: Sequence[TokenSpan], window: int) -> Iterator[Meeting]:

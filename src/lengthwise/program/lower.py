@@ -12,10 +12,19 @@ from functools import cached_property
 
 from lengthwise.core.cut import position_chunks
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.program.blocks import Queries, block_tasks, positions_seeing
+from lengthwise.program.blocks import Queries, block_tasks, positions_ahead, positions_seeing
 from lengthwise.program.branches import Prefix, branch_tasks, positions_continuing, prefixes_of
 from lengthwise.program.forwarding import Forwarding, Move
-from lengthwise.program.records import BlockTask, Content, HeadRange, RankRound, Round, Segment, Transfer
+from lengthwise.program.records import (
+    BlockTask,
+    Content,
+    HeadRange,
+    MutualSpans,
+    RankRound,
+    Round,
+    Segment,
+    Transfer,
+)
 from lengthwise.program.split_heads import exchange_transfers, heads_of, ring_bounds
 
 
@@ -24,7 +33,7 @@ class MicrobatchProgram:
     """One microbatch, lowered for all of its ranks and for layers with one sliding window, or none.
 
     parents, firsts: those of `Plan`, () if no sequence continues another. A position is a rank's place in a piece; its
-    ring position is that of its group if the piece splits heads.
+    ring position is that of its group if the piece splits heads. mutual: spans of the plan's sequences.
     """
 
     index: int
@@ -33,12 +42,14 @@ class MicrobatchProgram:
     parents: tuple[int | None, ...] = ()
     firsts: tuple[int, ...] = ()
     window: int | None = None
+    mutual: MutualSpans | None = None
 
     def with_window(self, window: int | None) -> MicrobatchProgram:
         """Return the same microbatch for layers with another window."""
         firsts = self.firsts or (0,) * len(self.tokens)
         longest = max(firsts[i] + self.tokens[i] for piece in self.microbatch.pieces for i in piece.sequences)
-        return replace(self, window=None if window is None or window >= longest else window)
+        mutual = None if self.mutual is not None and self.mutual.in_windows and window is None else self.mutual
+        return replace(self, window=None if window is None or window >= longest else window, mutual=mutual)
 
     def shard(self, piece: int, position: int) -> tuple[Segment, ...]:
         """List the segments of `position` of `piece`: for each sequence its low chunk, then its high chunk."""
@@ -145,10 +156,10 @@ class MicrobatchProgram:
             shard = self._ring_shard(index, group)
             queries = Queries(piece=index, position=group, shard=shard, row=starts[heads][index], heads=heads)
             for owner in self._forwardings[index].owners(group, ring_step):
-                held, how = self._ring_shard(index, owner), {"owner": owner, "window": self.window}
-                found += block_tasks(queries, held, **how)
+                held = self._ring_shard(index, owner)
+                found += block_tasks(queries, held, owner=owner, window=self.window, mutual=self.mutual)
                 for prefix in self._prefixes[index]:
-                    found += branch_tasks(queries, held, prefix, **how)
+                    found += branch_tasks(queries, held, prefix, owner=owner, window=self.window)
         return tuple(found)
 
     @cached_property
@@ -218,8 +229,10 @@ class MicrobatchProgram:
         bounds, window = [ring_bounds(self.tokens[i], piece) for i in piece.sequences], self.window
 
         def seeing(owner: int) -> Iterator[int]:
-            for bound in bounds:
+            for sequence, bound in zip(piece.sequences, bounds, strict=True):
                 yield from positions_seeing(bound, owner, window)
+                if self.mutual is not None:
+                    yield from positions_ahead(bound, owner, self.mutual.spans[sequence])
             for prefix in self._prefixes[index]:
                 yield from positions_continuing(bounds, prefix, owner, window)
 
@@ -266,18 +279,24 @@ class MicrobatchProgram:
                 )
 
 
-def lower_microbatch(plan: Plan, index: int) -> MicrobatchProgram:
-    """Lower microbatch `index` of `plan` for all of its ranks."""
-    of_branches = {"parents": plan.parents, "firsts": plan.firsts} if plan.parents else {}
-    return MicrobatchProgram(index=index, microbatch=plan.microbatches[index], tokens=plan.tokens, **of_branches)
+def lower_microbatch(plan: Plan, index: int, mutual: MutualSpans | None = None) -> MicrobatchProgram:
+    """Lower microbatch `index` of `plan` for all of its ranks. mutual: spans of the plan's sequences."""
+    how = {"parents": plan.parents, "firsts": plan.firsts} if plan.parents else {}
+    microbatch = plan.microbatches[index]
+    return MicrobatchProgram(index=index, microbatch=microbatch, tokens=plan.tokens, mutual=mutual, **how)
 
 
-def lower_plan(plan: Plan, rank: int, *, ranks_in_step: int = 1) -> tuple[MicrobatchProgram, ...]:
-    """Lower the microbatches of `rank`, in its order; ranks in one group of `ranks_in_step` run all of the group's."""
+def lower_plan(
+    plan: Plan, rank: int, *, ranks_in_step: int = 1, mutual: MutualSpans | None = None
+) -> tuple[MicrobatchProgram, ...]:
+    """Lower the microbatches of `rank`, in its order; ranks in one group of `ranks_in_step` run all of the group's.
+
+    mutual: spans of the plan's sequences, the same on all ranks.
+    """
     assert ranks_in_step == 1 or plan.schedule["kind"] == "waves", f"a plan in lock-step, got kind {plan.schedule}"
     node = rank // ranks_in_step
     return tuple(
-        lower_microbatch(plan, index)
+        lower_microbatch(plan, index, mutual)
         for index, microbatch in enumerate(plan.microbatches)
         if node in _nodes(microbatch, ranks_in_step)
     )

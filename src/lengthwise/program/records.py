@@ -22,6 +22,17 @@ class Segment:
         return self.stop - self.start
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MutualSpans:
+    """Spans (start, stop) of each sequence of a plan whose tokens see each other in both directions.
+
+    in_windows: True if they do in layers with a window alone.
+    """
+
+    spans: tuple[tuple[tuple[int, int], ...], ...]
+    in_windows: bool = False
+
+
 class Content(StrEnum):
     """The content of a message.
 
@@ -119,6 +130,7 @@ class BlockTask:
     q_start, q_stop: rows among the rank's rows of `heads` (`MicrobatchProgram.row_starts`). kv_start, kv_stop: tokens
     in the shard of `owner`. causal: True on the diagonal, for the first block of its queries; each query is in one such
     block. distance: first query's token minus the first key's. window: window in tokens if its edge crosses the block.
+    ahead: True if query i of a square block sees key i and later ones.
     """
 
     piece: int
@@ -132,3 +144,4 @@ class BlockTask:
     window: int | None = None
     distance: int = 0
     heads: HeadRange = ALL_HEADS
+    ahead: bool = False

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, TypeAlias
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import UNCUT
 from lengthwise.program.lower import MicrobatchProgram, all_end_alone, last_on_all_ranks, lower_plan
+from lengthwise.program.records import MutualSpans
 from lengthwise.program.stage_order import stage_order
 
 Kind: TypeAlias = Literal["counting", "forward", "backward"]
@@ -98,12 +99,14 @@ def step_program(
     ranks_in_step: int = 1,
     train: bool = True,
     counts_routers: bool = False,
+    mutual: MutualSpans | None = None,
 ) -> StepProgram:
     """Return the program of a stage of a replica (a rank, in plans) in a step.
 
-    ranks_in_step: see `lower_plan`. train: True for backward passes. counts_routers: True with a balance loss.
+    ranks_in_step, mutual: see `lower_plan`. train: True for backward passes. counts_routers: True with a balance loss.
     """
-    microbatches = {each.index: each for each in lower_plan(plan, replica, ranks_in_step=ranks_in_step)}
+    lowered = lower_plan(plan, replica, ranks_in_step=ranks_in_step, mutual=mutual)
+    microbatches = {each.index: each for each in lowered}
     counting, keeps, is_whole = None, frozenset[int](), plan.cut == UNCUT
     if train and counts_routers:
         keeps = last_on_all_ranks(plan, ranks_in_step=ranks_in_step) if is_whole else keeps

@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import DataError, LengthwiseError, raise_problems
+from lengthwise.core.plan import Plan
 from lengthwise.core.prefixes import SharedPrefixes, shared_prefixes
 from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
 from lengthwise.engine.batch import NO_PLACEHOLDERS, StepBatch, refuse_placeholders
 from lengthwise.models.images import IMAGE_COLUMNS, MODALITIES, ImageReader, MicrobatchImages, RowImages
-from lengthwise.program import Segment
+from lengthwise.program import MutualSpans, Segment
 from lengthwise.session.misuse import shown
 from lengthwise.session.source import PlannedStep
 
@@ -106,6 +107,21 @@ class RowBatch(StepBatch):
             return None
         return self._reader.microbatch(self._images, list(self.places(segments)))
 
+    def mutual(self, plan: Plan) -> MutualSpans | None:
+        """Return the spans of a plan's sequences whose tokens see each other in both directions, or None."""
+        if self._reader is None or not any(each.mutual for each in self._images.values()):
+            return None
+        segments = [Segment(sequence=each, start=0, stop=tokens) for each, tokens in enumerate(plan.tokens)]
+        spans = tuple(
+            tuple(
+                (first - start, last - start)
+                for first, last in (self._images[row].mutual if row in self._images else ())
+                if start <= first < stop
+            )
+            for row, start, stop in self.places(segments)
+        )
+        return MutualSpans(spans=spans, in_windows=self._reader.mutual == "windows")
+
     @property
     def identity(self) -> object:
         """A digest of all rows."""
@@ -128,6 +144,8 @@ class RowBatch(StepBatch):
             ids, labels = self.dataset.read(number, 0, length)
             labelled = np.flatnonzero(labels[1:] != NO_LOSS)
             tokens = int(labelled[0]) if len(labelled) else length - 1
+            if number in self._images:
+                tokens = self._images[number].whole_until(tokens)
             columns = (self.columns[name][number][:tokens] for name in sorted(self.columns))
             images = [self._images[number].by_token(tokens)] if number in self._images else []
             images = images or [np.zeros(tokens, dtype=np.uint64)] * bool(self._images)
