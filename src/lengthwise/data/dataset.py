@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from lengthwise.core.errors import DataError
 from lengthwise.data.digests import ROW_DIGEST_BYTES, ROWS_AT_ONCE, digest_of_rows, row_digest
 
 if TYPE_CHECKING:
@@ -180,14 +179,9 @@ class StoredDataset:
             for first, weight in part.firsts
         )
         self.skipped: Mapping[str, int] = sum((Counter(each.skipped) for each in parts), Counter())
-        self.first_with_images = next(
-            (
-                first + each.first_with_images
-                for first, each in zip(self._firsts, parts, strict=False)
-                if each.first_with_images is not None
-            ),
-            None,
-        )
+        firsts = [each.first_with_images for each in parts]
+        seen = [start + first for start, first in zip(self._firsts, firsts, strict=False) if first is not None]
+        self.first_with_images = min(seen, default=None)
         write_protect(self.lengths, self.loss_tokens, self.loss_weights, self.ids)
 
     @property
@@ -398,10 +392,3 @@ def _as_bytes(values: np.ndarray) -> memoryview:
 
 
 TOO_LONG = "too long"
-
-
-def too_long(where: str, length: int, max_tokens: int, key: str) -> DataError:
-    """Return the error for a row longer than max_tokens. key: config path of its source."""
-    expected, got = f"at most max_tokens {max_tokens}", f"{length} tokens"
-    remedy = f"Raise {key}.max_tokens, or set {key}.too_long: skip to leave such rows out."
-    return DataError(where, expected=expected, got=got, remedy=remedy)

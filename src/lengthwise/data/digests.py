@@ -1,8 +1,8 @@
 """Digests of rows and of data, the same for every store of the same rows.
 
-The digest of a row is 16 bytes of BLAKE2b over its ids, its labels if they are not the ids, and its weights if some are
-neither 0 nor 1, and its images' sizes, patches and both ends; zeros if it is left out. The digest of data is SHA-256 over the digests of its rows. Cost: 8 ns a
-token, 20 ns with labels.
+The digest of a row is 16 bytes of BLAKE2b over its ids, its labels if they are not the ids, its weights if some are
+neither 0 nor 1, and of each image its patches, its size and both ends of its file; zeros if it is left out. The digest
+of data is SHA-256 over the digests of its rows. Cost: 8 ns a token, 20 ns with labels.
 """
 
 from __future__ import annotations

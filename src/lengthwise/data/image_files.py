@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +19,9 @@ from lengthwise.core.hub_access import only_cached
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.sources import content_of
 
-_IMAGE_TOKEN = "<|image_pad|>"  # of Qwen's tokenizers
+_PLACE = "<|image_pad|>"  # of an image, in Qwen's tokenizers
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are exchanged
+_AHEAD_BYTES, _THREADS = 256 << 20, 2  # of images decoded ahead by a rank
 _OF_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -52,7 +54,7 @@ class ImageProcessor:
         self._resized: Any = getattr(sys.modules[type(self._processor).__module__], "smart_resize", None)
         if self._resized is None or not hasattr(self._processor, "merge_size"):
             raise ValueError(f"{type(self._processor).__name__}: in run files images train with Qwen's models alone")
-        self.token: int = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "image_token", None) or _IMAGE_TOKEN)
+        self.token: int = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "image_token", None) or _PLACE)
 
     def find(self, path: str, where: str) -> ImageFile:
         """Return the image at a path, by the begin of its file. DataError, of row `where`: there is none."""
@@ -93,6 +95,11 @@ class ImageProcessor:
         labels[places] = NO_LOSS
         return np.repeat(ids, times), np.repeat(labels, times)
 
+    def num_bytes(self, image: ImageFile) -> int:
+        """Return the bytes of an image's pixels, in fp32."""
+        made = self._processor
+        return 4 * image.grid[0] * image.grid[1] * 3 * made.temporal_patch_size * made.patch_size**2
+
     def pixels(self, image: ImageFile, where: str) -> Any:
         """Decode an image of row `where`; return its `pixel_values`, a tensor (patches, values).
 
@@ -110,6 +117,31 @@ class ImageProcessor:
         except Exception as error:  # noqa: BLE001 - of files of many formats
             raise _unreadable(image.path, where, error) from None
         return found["pixel_values"]
+
+
+class PixelsAhead:
+    """Decodes images in threads before they are asked for, as long as they have fewer than some bytes together."""
+
+    def __init__(self, processor: ImageProcessor) -> None:
+        self._processor, self._pool = processor, ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
+        self._made = dict[ImageFile, Future[Any]]()
+        self._bytes = 0
+
+    def begin(self, images: Sequence[ImageFile], where: str) -> None:
+        """Begin to decode images of row `where`, and return at once."""
+        for each in images:
+            num_bytes = self._processor.num_bytes(each)
+            if each not in self._made and self._bytes + num_bytes <= _AHEAD_BYTES:
+                self._bytes += num_bytes
+                self._made[each] = self._pool.submit(self._processor.pixels, each, where)
+
+    def take(self, image: ImageFile, where: str) -> Any:
+        """Return the `pixel_values` of an image, and forget them; see `ImageProcessor.pixels`."""
+        made = self._made.pop(image, None)
+        if made is None:
+            return self._processor.pixels(image, where)
+        self._bytes -= self._processor.num_bytes(image)
+        return made.result()
 
 
 def processor_files(name: str) -> list[str]:

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from lengthwise.core.errors import DataError
 from lengthwise.data.arrow import ArrowRows
 from lengthwise.data.blocks import read_blocks
-from lengthwise.data.dataset import TOO_LONG, DatasetBuilder, StoredDataset, StoredRows, too_long
+from lengthwise.data.dataset import TOO_LONG, DatasetBuilder, StoredDataset, StoredRows
 from lengthwise.data.in_order import StreamOrder
 from lengthwise.data.prepared import ENCODING, Prepared, UsedTokenizer, is_prepared, read_prepared, refuse
-from lengthwise.data.refusals import Refusals
+from lengthwise.data.refusals import Refusals, too_long
 from lengthwise.data.sources import list_source
 from lengthwise.data.tokenizer import Tokenizer
 from lengthwise.data.tokens import BAD, REFUSED, Tokenizing, TokenRow

@@ -15,9 +15,10 @@ import numpy as np
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.blocks import RowBlock
-from lengthwise.data.dataset import NO_LOSS, TOO_LONG, RowArrays, sum_of_weights, too_long
+from lengthwise.data.dataset import NO_LOSS, TOO_LONG, RowArrays, sum_of_weights
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.image_files import ImageFile
+from lengthwise.data.refusals import too_long
 from lengthwise.data.rows import RawRow, RowParser
 from lengthwise.data.tokenizer import Tokenizer
 
@@ -136,19 +137,17 @@ class Tokenizing:
         if row.chat is None or not row.chat.images or row.empty:
             return ()
         if self.meanwhile or folder is None:
-            expected, remedy = (
-                "images of rows on this machine, read at the start",
-                "Train on files of rows, without `streaming` and `remote`.",
-            )
             got = "an image in a row that is read while the run trains" if self.meanwhile else "one of a hub or a URL"
-            raise DataError(row.where, expected=expected, got=got, remedy=remedy)
+            remedy = "Train on files of rows, without `streaming` and `remote`."
+            raise DataError(
+                row.where, expected="images beside files that are read at the start", got=got, remedy=remedy
+            )
         try:
             reader = self.tokenizer().images
         except ValueError as error:
+            expected, got = "a row of text, for this tokenizer", f"an image, and {error}"
             remedy = "Train a model that reads images, one of Qwen's, or take such rows out."
-            raise DataError(
-                row.where, expected="a row of text for this tokenizer", got=f"an image, and {error}", remedy=remedy
-            ) from None
+            raise DataError(row.where, expected=expected, got=got, remedy=remedy) from None
         return [reader.find(os.path.join(folder, each), row.where) for each in row.chat.images]
 
     def _encode(self, row: RawRow, images: Sequence[ImageFile]) -> tuple[np.ndarray, np.ndarray | None]:

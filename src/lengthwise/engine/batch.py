@@ -17,7 +17,7 @@ from lengthwise.core.plan import Plan, line_to
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
-from lengthwise.data.image_files import ImageFile
+from lengthwise.data.image_files import PixelsAhead
 from lengthwise.data.sampler import Position
 from lengthwise.models.images import ImageReader, MicrobatchImages, RowImages
 from lengthwise.program import Segment
@@ -27,10 +27,10 @@ NO_PLACEHOLDERS: Mapping[int, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class ReadsFiles:
-    """How the images of stored rows are read. pixels: decodes an image of a row that is named; see `ImageProcessor`."""
+    """How the images of stored rows are read."""
 
     reader: ImageReader
-    pixels: Callable[[ImageFile, str], Tensor]
+    pixels: PixelsAhead
 
     def row(self, dataset: Dataset, row: int) -> RowImages | None:
         """Return the images of a row, None without any. DataError: its tokens do not fit them."""
@@ -39,7 +39,7 @@ class ReadsFiles:
             return None
         ids, _ = dataset.read(row, 0, int(dataset.lengths[row]))
         grids = [file.grid for file in files]
-        return self.reader.read_files(ids, grids, lambda image: self.pixels(files[image], name), name)
+        return self.reader.read_files(ids, grids, lambda image: self.pixels.take(files[image], name), name)
 
 
 class StepBatch:
@@ -60,7 +60,7 @@ class StepBatch:
         sees: ReadsFiles | None = None,
     ) -> None:
         self.dataset, self.end, self._digest, self._placeholders = dataset, end, digest, placeholders
-        self._sees = sees
+        self._sees, self._seen = sees, dict[int, RowImages | None]()
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
         self.loss_tokens = int(dataset.loss_tokens[list(self.ids)].sum())
@@ -94,9 +94,14 @@ class StepBatch:
         if self._sees is None:
             return None
         places = list(self.places(segments))
-        found = {index: self._sees.row(self.dataset, self.ids[index]) for index, _, _ in places}
+        found = {index: self._images_of(index) for index, _, _ in places}
         rows = {index: images for index, images in found.items() if images is not None}
         return self._sees.reader.microbatch(rows, places)
+
+    def _images_of(self, index: int) -> RowImages | None:
+        if index not in self._seen:
+            self._seen[index] = None if self._sees is None else self._sees.row(self.dataset, self.ids[index])
+        return self._seen[index]
 
     def places(self, segments: Iterable[Segment]) -> Iterator[tuple[int, int, int]]:
         """Yield (index, start, stop) of each segment of a plan: tokens of the batch's sequence of this index."""
@@ -136,8 +141,14 @@ class StepBatch:
         return _tensor([np.arange(start, stop) for _, start, stop in self.places(segments)])
 
     def read_ahead(self, segments: Sequence[Segment]) -> None:
-        """Begin to read these segments from disk, without waiting."""
-        self.dataset.read_ahead([(self.ids[index], start, stop + 1) for index, start, stop in self.places(segments)])
+        """Begin to read these segments from disk, and to decode their images, without waiting."""
+        places = list(self.places(segments))
+        self.dataset.read_ahead([(self.ids[index], start, stop + 1) for index, start, stop in places])
+        for index, start, stop in places:
+            if self._sees is not None and (images := self._images_of(index)) is not None:
+                row = self.ids[index]
+                files = [self.dataset.images(row)[image] for image in images.within(start, stop)]
+                self._sees.pixels.begin(files, self.dataset.name(row))
 
     def sequences(self, segments: Sequence[Segment]) -> Tensor:
         """Return the number of the sequence of each token in these segments, (tokens,)."""

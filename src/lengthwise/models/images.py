@@ -90,6 +90,11 @@ class RowImages:
     positions: Tensor | None
     digests: np.ndarray
 
+    def within(self, start: int, stop: int) -> range:
+        """Return the numbers of the images with tokens in [start, stop)."""
+        features = _held(self, start, stop)
+        return range(_image_of(self, features[0]), _image_of(self, features[-1]) + 1) if features else features
+
     def by_token(self, tokens: int) -> np.ndarray:
         """Return the digest of the image of each of the first `tokens` tokens, uint64 (tokens,), 0 for text."""
         found = np.zeros(tokens, dtype=np.uint64)
@@ -209,12 +214,7 @@ class ImageReader:
             return None
         held = [_held(rows[row], start, stop) if row in rows else range(0) for row, start, stop in places]
         needed = sorted(
-            {
-                (row, image)
-                for (row, _, _), features in zip(places, held, strict=True)
-                if features
-                for image in range(_image_of(rows[row], features[0]), _image_of(rows[row], features[-1]) + 1)
-            }
+            {(row, image) for row, start, stop in places if row in rows for image in rows[row].within(start, stop)}
         )
         parts, first, firsts = list[Mapping[str, Tensor]](), 0, dict[tuple[int, int], int]()
         for row, image in needed:

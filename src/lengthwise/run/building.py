@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lengthwise.comm import Transport, World
+from lengthwise.data.image_files import PixelsAhead
 from lengthwise.engine.batch import ReadsFiles
 from lengthwise.models import image_reader
 from lengthwise.planner.service.process import PlannerProcess
@@ -47,6 +48,6 @@ def laid_out(job: Job, session: Session) -> Job:
     asked, sees = session.settings.asked, None
     if job.has_images and (reader := image_reader(session.engine.model)) is not None:
         assert job.tokenizer is not None, "it has found the images"
-        sees = ReadsFiles(reader, job.tokenizer.images.pixels)
+        sees = ReadsFiles(reader, PixelsAhead(job.tokenizer.images))
     layout = {"shard": asked.shard, "ranks_per_node": asked.ranks_per_node}
     return replace(job, config=job.config.model_copy(update=layout), sees=sees)

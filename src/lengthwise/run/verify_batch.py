@@ -166,8 +166,8 @@ def _shortened(job: Job, rows: Sequence[int], lengths: Sequence[int]) -> Dataset
 def _what_is_missing(job: Job, plan: Plan, row: int, rows: Sequence[int]) -> list[tuple[Piece, tuple[int, ...]]]:
     """Return pieces of the kinds that a plan lacks, with the lengths of their sequences.
 
-    The kinds are a pack, a ring that passes keys on and, if the planner may choose it, a ring that splits heads, of rows
-    with images if there are any. row: the row that they take. rows: those of the plan.
+    The kinds are a pack, a ring that passes keys on and, if the planner may choose it, a ring that splits heads; rings
+    have images if some rows do. row: the row that they take. rows: those of the plan.
     """
     pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
     seeing = {number for number, each in enumerate(rows) if job.dataset.images(each)} or range(len(rows))
