@@ -111,8 +111,12 @@ _WORDS = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|
 def write_image_model(folder: Path, family: str = "qwen3_vl") -> Path:
     """Write a tiny model with its tokenizer of characters, and its image processor."""
     image_model(family, torch.float32).save_pretrained(folder)
-    found = image_tokenizer()
-    found.save_pretrained(folder)
+    return write_image_processor(folder)
+
+
+def write_image_processor(folder: Path) -> Path:
+    """Write the tokenizer and the image processor."""
+    image_tokenizer().save_pretrained(folder)
     image_processor().save_pretrained(folder)
     return folder
 

@@ -64,11 +64,14 @@ class ImageProcessor:
             content = json.dumps(content_of(Path(path), whole=False))
             with Image.open(path) as image:
                 width, height = image.size
-                if image.getexif().get(_ORIENTATION) in _TURNED:
+                # A PNG without it in its head would be decoded; one that has it at its end is found when it is
+                is_known = image.format != "PNG" or any("exif" in str(name) for name in image.info)
+                if is_known and image.getexif().get(_ORIENTATION) in _TURNED:
                     width, height = height, width
             return ImageFile(path, content, self._grid(height, width))
         except Exception as error:  # noqa: BLE001 - of files of many formats
-            raise _unreadable(path, where, error) from None
+            remedy = "Correct the path or the file, or {skip_bad|set `bad_rows: skip`} to leave such rows out."
+            raise _unreadable(path, where, error, remedy) from None
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         made, patch = self._processor, self._processor.patch_size
@@ -115,7 +118,7 @@ class ImageProcessor:
             if tuple(found["image_grid_thw"][0].tolist()) != (1, *image.grid):
                 raise ValueError(f"patches {found['image_grid_thw'].tolist()}, and {image.grid} when it was tokenized")
         except Exception as error:  # noqa: BLE001 - of files of many formats
-            raise _unreadable(image.path, where, error) from None
+            raise _unreadable(image.path, where, error, "Put the file back, or take the row out.") from None
         return found["pixel_values"]
 
 
@@ -153,8 +156,7 @@ def processor_files(name: str) -> list[str]:
     return [Path(each).read_text(encoding="utf-8") for each in found if each is not None]
 
 
-def _unreadable(path: str, where: str, error: Exception) -> DataError:
+def _unreadable(path: str, where: str, error: Exception, remedy: str) -> DataError:
     said = error.got if isinstance(error, DataError) else " ".join(str(error).split())[:200]
     expected = "an image that can be read, the same in the whole run"
-    remedy = "Correct the path or the file, or {skip_bad|set `bad_rows: skip`} to leave such rows out."
     return DataError(where, expected=expected, got=f"{path}: {said or type(error).__name__}", remedy=remedy)

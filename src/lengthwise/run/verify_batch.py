@@ -99,7 +99,7 @@ def part_of_batch(job: Job, planning: StepPlanning) -> VerifyBatch:
     part = _with_rows(job, rows, lengths, capacity)
     plan, ways = _with_all_ways(part, _extended(plan, more))
     changes = [f"{len(rows)} of {len(first.ids)} sequences"] if len(rows) < len(first.ids) else []
-    changes += [f"cut to at most {longest} tokens"] if is_cut else []
+    changes += [f"cut to at most {max(lengths)} tokens"] if is_cut else []
     changes += [f"capacity_tokens {capacity}"] if capacity != most_tokens else []
     changes += [f"{counted(len(more), 'microbatch')} added, to check what this batch does not do"] if more else []
     batch = StepBatch(part.dataset, range(len(rows)), placeholders=placeholders(job.model.config), sees=job.sees)
