@@ -109,12 +109,14 @@ class ImageProcessor:
         Raises:
             DataError: the file is broken, or is not the one that the rows were made with.
         """
+        from PIL import Image
         from transformers.image_utils import load_image
 
         try:
             if json.dumps(content_of(Path(image.path), whole=False)) != image.content:
                 raise ValueError("another file than the one that this row was tokenized with")
-            found = self._processor(images=[load_image(image.path)], return_tensors="pt")
+            with Image.open(image.path) as opened:
+                found = self._processor(images=[load_image(opened)], return_tensors="pt")
             if tuple(found["image_grid_thw"][0].tolist()) != (1, *image.grid):
                 raise ValueError(f"patches {found['image_grid_thw'].tolist()}, and {image.grid} when it was tokenized")
         except Exception as error:  # noqa: BLE001 - of files of many formats
