@@ -148,7 +148,7 @@ def _span(job: Job, row: int, length: int) -> tuple[int, int, Sequence[ImageFile
     if len(whole):
         start = min([start, int(firsts[whole[-1]]), *firsts[(firsts < start) & (ends > start)].tolist()])
     images = dataset.images(row)
-    return start, stop, [images[place] for place in whole if firsts[place] >= start]
+    return start, stop, [images[place] for place in whole.tolist() if firsts[place] >= start]
 
 
 def _shortened(job: Job, rows: Sequence[int], lengths: Sequence[int]) -> Dataset:
