@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from testing.families import enliven
 from testing.small import VOCAB
@@ -137,3 +140,44 @@ def _images(
     side, patch = vision.image_size[0], vision.patch_size[0]
     tokens = int((side // patch) ** 2 * config.downsample_ratio**2)
     return {"pixel_values": draw(len(sizes), 3, side, side)}, [tokens] * len(sizes)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""A chat template as Qwen's."""
+_WORDS = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
+
+
+def write_image_model(folder: Path, family: str = "qwen3_vl") -> Path:
+    """Write a tiny model with its tokenizer of characters, and its image processor."""
+    image_model(family, torch.float32).save_pretrained(folder)
+    return write_image_processor(folder)
+
+
+def write_image_processor(folder: Path) -> Path:
+    """Write the tokenizer and the image processor."""
+    image_tokenizer().save_pretrained(folder)
+    image_processor().save_pretrained(folder)
+    return folder
+
+
+def image_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of characters, in which the token of images is `IMAGE`."""
+    letters = "?abcdefghijklmnopqrstuvwxyz .,!\n0123456789"
+    words = {**{letter: number for number, letter in enumerate(letters)}}
+    words |= {word: IMAGE - 2 + number for number, word in enumerate(_WORDS)}
+    tokens = Tokenizer(models.WordLevel(vocab=words, unk_token="?"))
+    tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    found = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=_WORDS[1], unk_token="?")
+    found.add_special_tokens({"additional_special_tokens": _WORDS})
+    found.chat_template = TEMPLATE
+    return found
+
+
+def image_processor() -> Qwen2VLImageProcessorPil:
+    """Return a processor that makes a token of 8 x 8 pixels of an image."""
+    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=4096)

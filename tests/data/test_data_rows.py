@@ -457,8 +457,15 @@ def test_history_beside_an_instruction_is_earlier_turns():
             {"messages": [{"role": "assistant", "tool_calls": [{"name": "f", "arguments": "x"}]}]},
             '"arguments" of a call',
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]}, "images are not"),
-        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "audio are not"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a/b.png"}}]}
+                ]
+            },
+            "paths of files",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "audio is not"),
         ({"messages": [{"role": "user", "content": [{"type": "card"}]}]}, r'content\[0\] of type "card"'),
         ({"messages": [{"role": "user", "content": [{"text": "a"}, {"type": "text", "text": 3}]}]}, "with 3"),
     ],

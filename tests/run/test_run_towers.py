@@ -1,4 +1,4 @@
-"""A run file whose model has towers: its text part trains, all of it is saved, and rows with images are refused."""
+"""A run file whose model has towers: its text part trains, all of it is saved; images of a model that sees none."""
 
 import json
 

@@ -168,7 +168,7 @@ def test_images_that_do_not_fit_their_row_or_model_are_named():
         )
         assert f"got no token {IMAGE}" in said(session, input_ids=torch.where(ids == IMAGE, 1, ids))
         wider = grids + torch.tensor([0, 0, 2])
-        assert "for 1 image; got 6 tokens and 24 entries" in said(session, image_grid_thw=wider)
+        assert "16 entries of pixel_values for 1 image; got 24 entries" in said(session, image_grid_thw=wider)
         of_video = torch.where(ids == IMAGE, video, ids)
         assert f"got the token {video}, which stands for an image or a sound (video_token_id)" in said(
             session, input_ids=of_video

@@ -107,7 +107,7 @@ def verification_lines(found: VerifyReport) -> list[str]:
         *found.notes,
         f"plan: {counted(len(found.plan.microbatches), 'microbatch')}, {counted(rings, 'ring')}, "
         f"{count(found.plan.ring_tokens)} tokens in rings",
-        _exercised(found.plan, found.shared_keys),
+        _exercised(found.plan, found.shared_keys) + _images(found.images),
         *([] if found.uncut is None else [f"warning: no sequence was cut, so rings were not compared. {found.uncut}"]),
         f"loss: {found.loss:.9f}, one process {found.reference_loss:.9f}, difference {found.loss_difference:.2e}"
         f"{_beside(rounding, rounding and rounding.loss)}",
@@ -152,6 +152,12 @@ def _verdict(plan: Plan) -> str:
     if any(degree > 1 for degree in degrees(plan)):
         return "PASS"
     return f"PASS (no ring: {'one rank' if plan.ranks == 1 else 'every sequence was on one rank'})"
+
+
+def _images(images: tuple[int, int] | None) -> str:
+    if images is None:
+        return ""
+    return f", {counted(images[0], 'image')}, {images[1]} of them in rings" if images[0] else ", no image"
 
 
 def _exercised(plan: Plan, shared_keys: tuple[int, ...]) -> str:

@@ -27,6 +27,7 @@ import numpy as np
 from lengthwise.core.errors import DataError
 from lengthwise.data.dataset import TOO_LONG, RowArrays, write_protect
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
+from lengthwise.data.image_files import ImageFile
 from lengthwise.data.prepared import Prepared, read_prepared, refuse
 from lengthwise.data.tokens import TokenRow
 
@@ -39,7 +40,7 @@ def schema() -> Any:
     """Return the columns of a prepared folder, as a pyarrow schema.
 
     `labels` is null if they are the ids, `weights` if all are 0 or 1; a row that is left out has no ids. `kind` is an
-    index into `KINDS`, `name` the path of a document, null for a line.
+    index into `KINDS`, `name` the path of a document, null for a line, `images` JSON, null without any.
     """
     import pyarrow as pa
 
@@ -47,6 +48,7 @@ def schema() -> Any:
         "input_ids": pa.list_(pa.int32()), "labels": pa.list_(pa.int32()), "weights": pa.list_(pa.float32()),
         "digest": pa.list_(pa.uint8(), ROW_DIGEST_BYTES), "loss_tokens": pa.int64(), "loss_weight": pa.float64(),
         "largest_id": pa.int32(), "kind": pa.int8(), "name": pa.string(), "error": pa.string(),
+        "images": pa.string(),
     }  # fmt: skip
     return pa.schema(list(kinds.items()))
 
@@ -80,8 +82,9 @@ def _values(row: TokenRow) -> tuple[Any, ...]:
     kind, name, error = KINDS.index(row.kind), row.name if row.is_document else None, row.error
     if row.tokens is None:
         said = error and json.dumps([error.where, error.expected, error.got, error.remedy])
-        return _NO_IDS, None, None, row.digest, 0, 0.0, 0, kind, name, said
-    return *row.arrays, row.digest, *row.losses, int(row.tokens.max()), kind, name, None
+        return _NO_IDS, None, None, row.digest, 0, 0.0, 0, kind, name, said, None
+    images = json.dumps(row.images) if row.images else None
+    return *row.arrays, row.digest, *row.losses, int(row.tokens.max()), kind, name, None, images
 
 
 class Columns:
@@ -92,12 +95,13 @@ class Columns:
         import pyarrow as pa
 
         expected, self.files = schema(), paths
+        without_images = expected.remove(expected.get_field_index("images"))  # of earlier versions
         self.batches, self.paths = list[Any](), list[Path]()
         self._views = dict[int, tuple[list[_View], np.ndarray]]()  # of batches read so far, with their digests
         for path in paths:
             try:
                 with pa.ipc.open_stream(pa.memory_map(os.fspath(path))) as reader:
-                    if not reader.schema.equals(expected):
+                    if not (reader.schema.equals(expected) or reader.schema.equals(without_images)):
                         raise pa.ArrowInvalid(f"columns {', '.join(reader.schema.names)}")
                     batches = [batch for batch in reader if batch.num_rows]
                 for batch in batches:
@@ -108,6 +112,7 @@ class Columns:
             self.paths += [path] * len(batches)
         self.are_weighed = any(batch.column("weights").null_count < batch.num_rows for batch in self.batches)
         self.firsts = [0, *np.cumsum([batch.num_rows for batch in self.batches], dtype=np.int64).tolist()]
+        self.first_with_images = self._first_with_images()
         weights = self.numbers("loss_weight") if self.are_weighed else self.lengths[:0]
         self.tables = _digest_of(self.lengths, *map(_digests, self.batches), self.numbers("loss_tokens"), weights)
 
@@ -147,6 +152,19 @@ class Columns:
         assert ids is not None, f"row {row} without a list of ids"
         return ids, labels, weights
 
+    def images(self, row: int) -> Sequence[ImageFile]:
+        """Return the images of a row."""
+        text = self.text(row, "images") if self.first_with_images is not None else None
+        return [
+            ImageFile(path, content, (rows, columns)) for path, content, (rows, columns) in json.loads(text or "[]")
+        ]
+
+    def _first_with_images(self) -> int | None:
+        for first, batch in zip(self.firsts, self.batches, strict=False):
+            if "images" in batch.schema.names and batch.column("images").null_count < batch.num_rows:
+                return first + int(np.flatnonzero(batch.column("images").is_valid().to_numpy(zero_copy_only=False))[0])
+        return None
+
     def digest(self, row: int) -> bytes:
         """Return the stored digest of a row."""
         number, place = self.place(row)
@@ -161,7 +179,8 @@ class Columns:
     def text(self, row: int, name: str) -> str | None:
         """Return the text of a row in a column; None if null."""
         number, place = self.place(row)
-        return self.batches[number].column(name)[place].as_py()
+        batch = self.batches[number]
+        return batch.column(name)[place].as_py() if name in batch.schema.names else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +224,7 @@ class ArrowRows:
         if columns.tables != made.tables:
             raise refuse(folder, f"columns of SHA-256 {made.tables[:16]}..., as they were prepared", "others")
         self.lengths = self._stored_lengths = columns.lengths
-        self.loss_tokens = columns.numbers("loss_tokens")
+        self.loss_tokens, self.first_with_images = columns.numbers("loss_tokens"), columns.first_with_images
         self.loss_weights = columns.numbers("loss_weight") if columns.are_weighed else self.loss_tokens
         self.skipped: Mapping[str, int] = made.skipped
         self.too_long = np.flatnonzero(self.lengths > max_tokens) if max_tokens is not None else self.lengths[:0]
@@ -227,6 +246,9 @@ class ArrowRows:
                 raise error
             self._checked = row
         return ids, labels, weights
+
+    def images(self, row: int) -> Sequence[ImageFile]:
+        return self.columns.images(row)
 
     def read_ahead(self, row: int) -> None:
         for values in self.columns.row(row):
@@ -253,7 +275,8 @@ class ArrowRows:
 
 def wrong_row(columns: Columns, row: int, name: Callable[[int], str]) -> DataError | None:
     """Return the error for a row that does not match its digest; None if it does."""
-    if row_digest(*columns.row(row)) == columns.digest(row):
+    images = (each.identity for each in columns.images(row))
+    if row_digest(*columns.row(row), images) == columns.digest(row):
         return None
     expected = f"row {row} ({name(row)}) as it was prepared"
     return refuse(columns.paths[columns.place(row)[0]], expected, "other ids, labels or weights")

@@ -59,6 +59,13 @@ class RowBlock:
         """Whether rows are named by their paths."""
         return self.form in ("texts", "python")
 
+    @property
+    def folder(self) -> Path | None:
+        """The folder from which paths in rows begin; None for rows that no file of this machine has."""
+        if self.root == Path():
+            return None
+        return self.root if self.root.is_dir() else self.root.parent
+
     def __str__(self) -> str:
         """Return the description of the task, for messages."""
         return f"tokenizing {self.shown} from row {self.first} on"

@@ -11,12 +11,14 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from lengthwise.core.errors import DataError
 from lengthwise.data.digests import ROW_DIGEST_BYTES, ROWS_AT_ONCE, digest_of_rows, row_digest
+
+if TYPE_CHECKING:
+    from lengthwise.data.image_files import ImageFile
 
 NO_LOSS = -100
 
@@ -54,6 +56,11 @@ class Dataset(Protocol):
         """Per source, its first row and how often an epoch takes each of its rows: 1.0, 0.5, 3.0."""
         ...
 
+    @property
+    def first_with_images(self) -> int | None:
+        """Number of the first row with images, or None."""
+        ...
+
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids and labels of tokens [start, stop) of a row, int32 [stop - start] each.
 
@@ -70,6 +77,10 @@ class Dataset(Protocol):
 
     def read_ahead(self, spans: Sequence[tuple[int, int, int]]) -> None:
         """Begin to read these (row, start, stop), and return at once."""
+        ...
+
+    def images(self, row: int) -> Sequence[ImageFile]:
+        """Return the images of a row, in the order of their tokens."""
         ...
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
@@ -124,9 +135,14 @@ class StoredRows(Protocol):
     skipped: Mapping[str, int]
     firsts: tuple[tuple[int, float], ...]
     digest: bytes | None
+    first_with_images: int | None
 
     def row(self, row: int) -> RowArrays:
         """Return views of the ids, labels and weights of a row."""
+        ...
+
+    def images(self, row: int) -> Sequence[ImageFile]:
+        """Return the images of a row."""
         ...
 
     def read_ahead(self, row: int) -> None:
@@ -163,6 +179,9 @@ class StoredDataset:
             for first, weight in part.firsts
         )
         self.skipped: Mapping[str, int] = sum((Counter(each.skipped) for each in parts), Counter())
+        firsts = [each.first_with_images for each in parts]
+        seen = [start + first for start, first in zip(self._firsts, firsts, strict=False) if first is not None]
+        self.first_with_images = min(seen, default=None)
         write_protect(self.lengths, self.loss_tokens, self.loss_weights, self.ids)
 
     @property
@@ -188,6 +207,10 @@ class StoredDataset:
         for row in dict.fromkeys(row for row, _, _ in spans):
             part, within = self._place(row)
             part.read_ahead(within)
+
+    def images(self, row: int) -> Sequence[ImageFile]:
+        part, within = self._place(row)
+        return part.images(within)
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
         found = [np.empty((0, ROW_DIGEST_BYTES), dtype=np.uint8)]
@@ -241,9 +264,11 @@ class MemoryRows:
         offsets: np.ndarray,
         sources: tuple[SourceRows, ...],
         skipped: Mapping[str, int],
+        images: Mapping[int, Sequence[ImageFile]],
     ) -> None:
         self._flat, self._offsets, self._sources = (flat_tokens, flat_labels, flat_weights), offsets, sources
-        self.skipped, self.lengths = skipped, np.diff(offsets)
+        self.skipped, self.lengths, self._images = skipped, np.diff(offsets), images
+        self.first_with_images = min(images, default=None)
         self.firsts = tuple((source.first_row, source.weight) for source in sources)
         ids = np.flatnonzero(self.lengths)
         self.loss_tokens = np.maximum(self.lengths - 1, 0)
@@ -263,11 +288,16 @@ class MemoryRows:
         ids, labels, weights = self._flat
         return ids[span], None if labels is None else labels[span], None if weights is None else weights[span]
 
+    def images(self, row: int) -> Sequence[ImageFile]:
+        return self._images.get(row, ())
+
     def read_ahead(self, row: int) -> None:
         """Do nothing: rows are in memory."""
 
     def row_digests(self, first: int, last: int) -> np.ndarray:
-        found = b"".join(row_digest(*self.row(row)) for row in range(first, last))
+        found = b"".join(
+            row_digest(*self.row(row), (each.identity for each in self.images(row))) for row in range(first, last)
+        )
         return np.frombuffer(found, dtype=np.uint8).reshape(-1, ROW_DIGEST_BYTES)
 
     def name(self, row: int) -> str:
@@ -290,6 +320,7 @@ class DatasetBuilder:
         self._weights: array[float] | None = None
         self._sources: list[SourceRows] = []
         self._skipped: dict[str, int] = {}
+        self._images: dict[int, Sequence[ImageFile]] = {}
 
     @property
     def num_rows(self) -> int:
@@ -301,8 +332,16 @@ class DatasetBuilder:
         first_row = len(self._offsets) - 1
         self._sources.append(SourceRows(key=key, label=label, first_row=first_row, names=names, weight=weight))
 
-    def add(self, tokens: np.ndarray, labels: np.ndarray | None, weights: np.ndarray | None = None) -> None:
+    def add(
+        self,
+        tokens: np.ndarray,
+        labels: np.ndarray | None,
+        weights: np.ndarray | None = None,
+        images: Sequence[ImageFile] = (),
+    ) -> None:
         """Append a row, int32 [length]. labels: None for the tokens. weights: float32 [length]; None for 0 or 1."""
+        if images:
+            self._images[self.num_rows] = images
         if weights is not None and self._weights is None:
             so_far = self._tokens if self._labels is None else self._labels
             self._weights = array("f", plain_weights(np.frombuffer(so_far, dtype=np.int32)))
@@ -330,6 +369,7 @@ class DatasetBuilder:
             offsets=np.frombuffer(self._offsets, dtype=np.int64),
             sources=tuple(self._sources),
             skipped=dict(self._skipped),
+            images=self._images,
         )
 
     def finish(self) -> StoredDataset:
@@ -352,10 +392,3 @@ def _as_bytes(values: np.ndarray) -> memoryview:
 
 
 TOO_LONG = "too long"
-
-
-def too_long(where: str, length: int, max_tokens: int, key: str) -> DataError:
-    """Return the error for a row longer than max_tokens. key: config path of its source."""
-    expected, got = f"at most max_tokens {max_tokens}", f"{length} tokens"
-    remedy = f"Raise {key}.max_tokens, or set {key}.too_long: skip to leave such rows out."
-    return DataError(where, expected=expected, got=got, remedy=remedy)

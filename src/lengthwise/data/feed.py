@@ -73,7 +73,9 @@ class FeedSpec:
         """The tokenization of its rows."""
         keys = tuple(f"data.{number}" for number in range(len(self.sources)))
         tokenizer = functools.partial(tokenizer_of_process, self.tokenizer_name)
-        return Tokenizing(sources=self.sources, keys=keys, tokenizer=tokenizer, vocab_size=self.vocab_size)
+        return Tokenizing(
+            sources=self.sources, keys=keys, tokenizer=tokenizer, vocab_size=self.vocab_size, meanwhile=True
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

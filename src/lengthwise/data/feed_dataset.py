@@ -31,6 +31,7 @@ from lengthwise.data.sources import list_source
 if TYPE_CHECKING:
     from lengthwise.config import DataSource, RunConfig
     from lengthwise.config.sections import GlobalBatch
+    from lengthwise.data.image_files import ImageFile
 
 STEPS_KEPT = 4  # steps whose slices are kept: the running, the planned, and one that is being planned
 _ROWS_AT_ONCE = 64  # rows of a request, if steps are by tokens
@@ -68,6 +69,7 @@ class FeedDataset:
     """
 
     weights = ((0, 1.0),)  # an epoch takes every row once
+    first_with_images = None
 
     def __init__(self, specs: Sequence[FeedSpec], order: RowOrder, *, tokenizer_digest: str) -> None:
         self.specs, self._order, self._tokenizer_digest = tuple(specs), order, tokenizer_digest
@@ -241,6 +243,11 @@ class FeedDataset:
         settings = {f"data.{number}": source.model_dump(mode="json", include=keys) for number, source in sources}
         values = [ENCODING, self._tokenizer_digest, settings, self.specs[0].vocab_size, *self._digested]
         return hashlib.sha256(json.dumps(values).encode()).digest()
+
+    def images(self, row: int) -> Sequence[ImageFile]:
+        """Return none: rows with images are refused."""
+        del row
+        return ()
 
     def name(self, row: int) -> str:
         return self._row(row).name

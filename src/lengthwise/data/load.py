@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from lengthwise.core.errors import DataError
 from lengthwise.data.arrow import ArrowRows
 from lengthwise.data.blocks import read_blocks
-from lengthwise.data.dataset import TOO_LONG, DatasetBuilder, StoredDataset, StoredRows, too_long
+from lengthwise.data.dataset import TOO_LONG, DatasetBuilder, StoredDataset, StoredRows
 from lengthwise.data.in_order import StreamOrder
 from lengthwise.data.prepared import ENCODING, Prepared, UsedTokenizer, is_prepared, read_prepared, refuse
-from lengthwise.data.refusals import Refusals
+from lengthwise.data.refusals import Refusals, too_long
 from lengthwise.data.sources import list_source
 from lengthwise.data.tokenizer import Tokenizer
 from lengthwise.data.tokens import BAD, REFUSED, Tokenizing, TokenRow
@@ -93,7 +93,7 @@ def first_rows(
     """Read the first `sequences` rows or `tokens` tokens of a stream."""
     builder, loaded, read, num_tokens = DatasetBuilder(), functools.cache(tokenizer), 0, 0
     keys = [f"data.{number}" for number in range(len(sources))]
-    tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
+    tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size, meanwhile=True)
     for row in (row for block in StreamOrder(sources).blocks() for row in tokenizing.rows(block)):
         if row.kind == REFUSED:
             assert row.error is not None, row
@@ -115,7 +115,7 @@ def _take(row: TokenRow, builder: DatasetBuilder, on_bad_row: Callable[[DataErro
     if row.tokens is None:
         builder.skip(row.kind)
     else:
-        builder.add(*row.arrays)
+        builder.add(*row.arrays, row.images)
     if row.kind == BAD and row.error is not None:
         on_bad_row(row.error)
 

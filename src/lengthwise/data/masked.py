@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from lengthwise.data.dataset import NO_LOSS
-from lengthwise.data.messages import Chat
-from lengthwise.data.templates import MARKER, Message, Template, Written, replaced, text_of
+from lengthwise.data.messages import Chat, text_of
+from lengthwise.data.templates import MARKER, Message, Template, Written, replaced
 
 _THINK = re.compile(r"<[^<>\s]*think.*|\[think.*", re.IGNORECASE | re.DOTALL)  # opens the reasoning of a turn
 _OF_A_PART = re.compile(r"^(</|\[/)|think|tool.?call", re.IGNORECASE)  # added tokens that end a part of a turn

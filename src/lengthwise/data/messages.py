@@ -15,6 +15,7 @@ from typing import Any
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.files import unique_keys
+from lengthwise.core.names import counted
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 _SHARE_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # of ShareGPT; others are ours
@@ -32,6 +33,11 @@ _INSTEAD = {  # of columns that no chat takes
 _RESERVED = ("messages", "conversation", "conversations", "tools", "chat_template", "add_generation_prompt")
 _RESERVED += ("continue_final_message", "return_assistant_tokens_mask", "tokenize", "return_dict", "padding")
 _TEXT_PARTS = ("text", "input_text", "output_text")
+IMAGES = ("images", "image")
+"""Columns of the images of a chat, whose parts `{"type": "image"}` take them in order."""
+_PATHS = ("image", "path", "url", "image_url")  # keys of a part that has its own
+_NO_FILE = re.compile(r"(https?|data|s3|gs|hf|ftp):", re.IGNORECASE)
+_MARK = "<image>"  # of other trainers, for an image in a text
 _MEDIA = re.compile(r"(input_)?(image|video|audio)(_url|_pad)?")
 _WORD_BREAK = re.compile(r"(?<=[a-z])(?=[A-Z])|-")  # lossMask and loss-mask are loss_mask
 # What other trainers read as labels, or as what has a loss or is seen; ignored, a run would learn something else.
@@ -40,10 +46,11 @@ _LIKE_LABELS = re.compile(r"(\w+_)?(labels?|masks?|targets?|weights?)|(label|tar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """The messages and tools that a template gets: `content` is always text, `arguments` of calls are objects.
+    """The messages and tools that a template gets: `arguments` of calls are objects, `content` is text.
 
-    context: number of messages at the start without a loss, the prompt of a completion. values: further names that the
-    template sees, `documents` and the entries of `chat_template_kwargs`.
+    In messages with images it is parts, text and `{"type": "image"}`. context: number of messages at the start without
+    a loss, the prompt of a completion. values: further names that the template sees, `documents` and the entries of
+    `chat_template_kwargs`. images: paths, as in the row, in the order of the messages.
     """
 
     where: str
@@ -51,6 +58,7 @@ class Chat:
     tools: tuple[Any, ...] | None = None
     context: int = 0
     values: Mapping[str, Any]
+    images: tuple[str, ...] = ()
 
 
 def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
@@ -65,7 +73,8 @@ def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
     elif "prompt" in values:
         texts = values["prompt"], values["completion"]
         if not all(isinstance(text, list) for text in texts):
-            _refuse_ignored([name for name in BESIDE if name in values], "prompt and completion of text", where)
+            beside = [name for name in (*BESIDE, *IMAGES) if values.get(name) is not None]
+            _refuse_ignored(beside, "prompt and completion of text", where)
             return None
         turns, context = [*texts[0], *texts[1]], len(texts[0])
     elif "instruction" in values and "output" in values:
@@ -76,9 +85,15 @@ def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
         turns = [_of_share(each) for each in _listed(values["conversations"], "conversations", where)]
     _refuse_ignored([name for name in _INSTEAD if name in values and name not in history], "a chat", where)
     system = _system(values, turns, where)
-    messages = tuple(_message(each, number, where) for number, each in enumerate([*system, *turns], start=-len(system)))
+    messages = [_message(each, number, where) for number, each in enumerate([*system, *turns], start=-len(system))]
+    messages, images = _with_images(messages, values, where)
     for number, message in enumerate(messages[len(system) + context :], start=context):
-        said = [message["content"].strip(), message.get("tool_calls"), *(message.get(name) for name in REASONING)]
+        said = [
+            text_of(message).strip(),
+            message["content"] != text_of(message),
+            message.get("tool_calls"),
+            *(message.get(name) for name in REASONING),
+        ]
         if message["role"] == "assistant" and not any(said):
             expected = "an assistant's message with content, reasoning or tool_calls"
             got = 'an empty "output"' if history and number + 1 == len(turns) else f"messages[{number}] with none"
@@ -87,7 +102,8 @@ def chat_of(values: Mapping[str, Any], where: str) -> Chat | None:
     tools = values.get("tools")
     tools = tuple(_parsed(tools, list, "tools", where)) or None if tools is not None else None
     context += len(system) * (context > 0)
-    return Chat(where=where, messages=messages, tools=tools, context=context, values=_template_values(values, where))
+    own = _template_values(values, where)
+    return Chat(where=where, messages=messages, tools=tools, context=context, values=own, images=images)
 
 
 def is_nothing(value: Any) -> bool:
@@ -141,7 +157,11 @@ def _system(values: Mapping[str, Any], turns: Sequence[Any], where: str) -> list
         if not isinstance(text, str):
             raise refuse_row(where, f'"{name}" to be text', shown(text))
     first = turns[0] if turns and isinstance(turns[0], dict) else {}
-    theirs = [_text_of(first.get("content"), 0, where)] if first.get("role") in ("system", "developer") else []
+    theirs = (
+        [text_of({"content": _content(first.get("content"), 0, where)})]
+        if first.get("role") in ("system", "developer")
+        else []
+    )
     if len({*found.values(), *theirs}) > 1:
         got = f'"{next(iter(found))}" beside {"another in its messages" if theirs else "another column of it"}'
         raise refuse_row(where, "one system prompt", got, "Keep one of them.")
@@ -162,32 +182,82 @@ def _message(message: Any, number: int, where: str) -> Mapping[str, Any]:
         got = f'"{marks[0]}" of messages[{number}], which would be ignored'
         raise refuse_row(where, "a loss on all turns of the assistant and no other", got, "Take it out.")
     found = {name: _without_nulls(value) for name, value in message.items() if value is not None}
-    found["content"] = _text_of(message.get("content"), number, where)
+    found["content"] = _content(message.get("content"), number, where)
     calls = _parsed(found.pop("tool_calls", []), list, f'"tool_calls" of messages[{number}]', where)
     return {**found, "tool_calls": [_call(each, number, where) for each in calls]} if calls else found
 
 
-def _text_of(content: Any, number: int, where: str) -> str:
-    """Return a message's content as text, its text parts joined."""
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the text of a message in any form."""
+    content = message.get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
+
+
+def _content(content: Any, number: int, where: str) -> str | list[dict[str, Any]]:
+    """Return a message's content: its text parts joined, or its parts if some are images."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
         raise refuse_row(where, f'"content" of messages[{number}] to be text', shown(content))
-    texts = list[str]()
+    parts = list[dict[str, Any]]()
     for place, part in enumerate(content):
         at = f"messages[{number}].content[{place}]"
         text = part.get("text") if isinstance(part, dict) else part
         kind = part.get("type") if isinstance(part, dict) else "text"
         kind = "text" if kind is None and isinstance(text, str) else kind
-        if isinstance(kind, str) and (media := _MEDIA.fullmatch(kind)):
-            names = {"image": "images", "video": "video", "audio": "audio"}
-            got = f"{at} of type {shown(kind)}: {names[media[2]]} are not trained on yet"
-            raise refuse_row(where, '"content" of text', got, "Write text, or take the row out.")
+        media = _MEDIA.fullmatch(kind) if isinstance(kind, str) else None
+        if media and media[2] == "image" and isinstance(part, dict):
+            given = next((part[name] for name in _PATHS if part.get(name) is not None), None)
+            parts.append({"type": "image", "path": None if given is None else _path(given, at, where)})
+            continue
+        if media:
+            got = f"{at} of type {shown(kind)}: {media[2]} is not trained on yet"
+            raise refuse_row(where, '"content" of text and images', got, "Write text, or take the row out.")
         if kind not in _TEXT_PARTS or not isinstance(text, str | None):
             got = f"{at} of type {shown(kind)}" if kind not in _TEXT_PARTS else f"{at} with {shown(text)}"
             raise refuse_row(where, '"content" of text', got, "Write it as text, or take the row out.")
-        texts.append(text or "")
-    return "".join(texts)
+        parts.append({"type": "text", "text": text or ""})
+    return parts if any(part["type"] == "image" for part in parts) else text_of({"content": parts})
+
+
+def _path(given: Any, at: str, where: str) -> str:
+    """Return the path of an image, from a path, or an object with one."""
+    if isinstance(given, dict) and given.get("bytes") is None:
+        given = given.get("path") or given.get("url")
+    if not isinstance(given, str) or not given or _NO_FILE.match(given):
+        got = f"{at} with {shown(given)}"
+        remedy = "Write the image to a file, and its path, relative to the file of the row."
+        raise refuse_row(where, "images as paths of files", got, remedy)
+    return given.removeprefix("file://")
+
+
+def _with_images(
+    messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any], where: str
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[str, ...]]:
+    """Return messages, and the paths of their images: those of parts, or of the columns, in order.
+
+    If no message has a part for images, those of the columns come before the text of the first user, as in TRL.
+    """
+    column = next((values[name] for name in IMAGES if values.get(name) is not None), None)
+    given = [] if column is None else column if isinstance(column, list) else [column]
+    paths = [_path(each, f'"images"[{place}]', where) for place, each in enumerate(given)]
+    found = [dict(each) for each in messages]
+    first = next((each for each in found if each["role"] == "user"), None)
+    if paths and first is not None and all(isinstance(each["content"], str) for each in found):
+        if any(_MARK in each["content"] for each in found):
+            remedy = 'Write each as a part, {"type": "image"}.'
+            raise refuse_row(where, f'no "{_MARK}" in texts beside images', f'"{_MARK}"', remedy)
+        text = {"type": "text", "text": first["content"]}
+        first["content"] = [*({"type": "image", "path": None} for _ in paths), text]
+    parts = [part for each in found if isinstance(each["content"], list) for part in each["content"]]
+    places = [part for part in parts if part["type"] == "image"]
+    open_places = [part for part in places if part["path"] is None]
+    if len(open_places) != len(paths):
+        got = f"{counted(len(open_places), 'part')} of type image without a path, and {counted(len(paths), 'path')}"
+        raise refuse_row(where, 'a path in "images" for each part of type image without one', got)
+    for part, path in zip(open_places, paths, strict=True):
+        part["path"] = path
+    return tuple(found), tuple(part.pop("path") for part in places)
 
 
 def _call(call: Any, number: int, where: str) -> Any:

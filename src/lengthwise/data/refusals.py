@@ -38,3 +38,10 @@ class Refusals:
             got, remedy = f"{self._count}, the first {_SHOWN} above", "Correct these; the same causes may repeat."
             problems.append(DataError(key, expected="no bad rows", got=got, remedy=remedy))
         raise_problems(problems)
+
+
+def too_long(where: str, length: int, max_tokens: int, key: str) -> DataError:
+    """Return the error for a row longer than max_tokens. key: config path of its source."""
+    expected, got = f"at most max_tokens {max_tokens}", f"{length} tokens"
+    remedy = f"Raise {key}.max_tokens, or set {key}.too_long: skip to leave such rows out."
+    return DataError(where, expected=expected, got=got, remedy=remedy)

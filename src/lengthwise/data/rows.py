@@ -13,7 +13,7 @@ import numpy as np
 from lengthwise.core.errors import DataError
 from lengthwise.core.files import unique_keys
 from lengthwise.data.dataset import NO_LOSS
-from lengthwise.data.messages import Chat, chat_of, is_like_labels, refuse_row, shown
+from lengthwise.data.messages import IMAGES, Chat, chat_of, is_like_labels, refuse_row, shown
 
 _LARGEST_ID = 2**31 - 1
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6  # of a token: beyond these limits single-precision sums lose the other tokens
@@ -24,7 +24,7 @@ _MAIN = ("text", "input_ids", "messages", "prompt", "instruction", "conversation
 _OTHER_CHATS = ("conversation", "chat")
 _PAIRS = ("chosen", "rejected")
 _PIXELS = ("pixel_values", "pixel_values_videos", "input_features")
-_IMAGES = ("image", "images", "video", "videos", "audio", "audios", *_PIXELS)
+_VIDEOS = ("video", "videos", "audio", "audios", *_PIXELS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,14 +206,14 @@ def _check_columns(values: dict[str, Any], where: str) -> None:
 def _refuse_not_yet(values: Mapping[str, Any], where: str) -> None:
     """Refuse columns of other trainers that are not supported.
 
-    Beside text or ids they are allowed, unless a processor of images makes them.
+    Beside text or ids they are allowed, unless they are images, which are read in chats alone.
     """
     own = "text" in values or "input_ids" in values
     for names, kind in (
         (() if own else _PAIRS, "preference pairs"),
-        (_PIXELS if own else _IMAGES, "images, video and audio"),
+        ((*_PIXELS, *IMAGES) if own else _VIDEOS, "images outside of chats, video and audio"),
     ):
-        found = [name for name in names if values.get(name) is not None]
+        found = [name for name in names if values.get(name) not in (None, [])]
         if found:
             got, remedy = f'"{found[0]}": {kind} are not trained on yet', "Take such rows out."
             raise refuse_row(where, f"a row of {_ROWS}, {_OTHER_ROWS}", got, remedy)

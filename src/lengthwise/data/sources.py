@@ -106,7 +106,7 @@ class RowFile:
         if not self.paths:
             with library(self.shown, self.place):
                 return [self.label, *versions_of(self.asked, self.split)]
-        return [self.label, *(_content(path, whole=self.names is not None) for path in self.paths)]
+        return [self.label, *(content_of(path, whole=self.names is not None) for path in self.paths)]
 
     def versions(self) -> list[tuple[int, int, int]]:
         """Return inode, size and time of every file, which differ if it was changed or replaced."""
@@ -329,7 +329,7 @@ def readable(path: Path) -> Iterator[None]:
         raise _unreadable(path, error) from None
 
 
-def _content(path: Path, *, whole: bool) -> list[Any]:
+def content_of(path: Path, *, whole: bool) -> list[Any]:
     """Return the size of a file and the digest of its first and last bytes; of a document (`whole`) the size alone."""
     with readable(path), path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lengthwise.data.messages import REASONING, Chat
+from lengthwise.data.messages import REASONING, Chat, text_of
 
 Message = Mapping[str, Any]
 MARKER = "\ue000message\ue001"  # private use area: no text has it
@@ -157,16 +157,14 @@ class Written:
     marked: list[tuple[int, int]]
 
 
-def text_of(message: Message) -> str:
-    """Return the content of a message in any form."""
-    content = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part["text"] for part in content)
-
-
 def with_text(message: Message, text: str) -> Message:
     """Return a message with another content in the same form."""
-    in_parts = isinstance(message.get("content"), list)
-    return {**message, "content": [{"type": "text", "text": text}] if in_parts else text}
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return {**message, "content": text}
+    last = max((place for place, part in enumerate(parts) if "text" in part), default=len(parts))
+    before, after = ([part for part in each if "text" not in part] for each in (parts[:last], parts[last:]))
+    return {**message, "content": [*before, {"type": "text", "text": text}, *after]}
 
 
 def replaced(message: Message) -> Iterator[Message]:
@@ -185,13 +183,22 @@ def _forms(messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
             nulls = [{**each, "content": None} if _is_call_alone(each) else each for each in form]
             yield from ([form] if form is not messages else [])
             yield from ([nulls] if nulls != form else [])
-    yield [with_text({**message, "content": []}, text_of(message)) for message in messages]
+    yield [
+        message if isinstance(message["content"], list) else with_text({**message, "content": []}, text_of(message))
+        for message in messages
+    ]
 
 
 def _first_of_each(messages: Sequence[Message]) -> set[int]:
     """Return the first message of every role with the same kinds of parts; a template treats the others alike."""
     kinds = [
-        (each["role"], bool(text_of(each)), bool(each.get("tool_calls")), any(map(each.get, REASONING)))
+        (
+            each["role"],
+            bool(text_of(each)),
+            type(each.get("content")) is list,
+            bool(each.get("tool_calls")),
+            any(map(each.get, REASONING)),
+        )
         for each in messages
     ]
     return {kinds.index(kind) for kind in kinds}

@@ -12,7 +12,7 @@ import io
 import json
 import tokenize
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +25,7 @@ from lengthwise.core.hub_access import only_cached, why_only_cached
 from lengthwise.core.names import BYTES_TOKENIZER, NO_TEMPLATE
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.digests import file_digest
+from lengthwise.data.image_files import ImageFile, ImageProcessor, processor_files
 from lengthwise.data.masked import encode_chat, encode_pair, ends_of_turns, refuse_twice
 from lengthwise.data.messages import Chat
 
@@ -58,8 +59,13 @@ class Tokenizer(Protocol):
         """Encode a prompt and its completion; return ids, and labels with a loss on the completion alone."""
         ...
 
-    def encode_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+    def encode_chat(self, chat: Chat, images: Sequence[ImageFile] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Encode a chat by the chat template; return ids, and labels with a loss on assistants' turns alone."""
+        ...
+
+    @property
+    def images(self) -> ImageProcessor:
+        """The image processor of the same model; ValueError without one."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
@@ -99,8 +105,12 @@ class ByteTokenizer:
         first, second = self.encode(prompt), self.encode(completion)
         return np.concatenate([first, second]), np.concatenate([np.full_like(first, NO_LOSS), second])
 
-    def encode_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
-        del chat
+    def encode_chat(self, chat: Chat, images: Sequence[ImageFile] = ()) -> tuple[np.ndarray, np.ndarray]:
+        del chat, images
+        raise ValueError(f"tokenizer bytes, {NO_TEMPLATE}")
+
+    @property
+    def images(self) -> ImageProcessor:
         raise ValueError(f"tokenizer bytes, {NO_TEMPLATE}")
 
     def decode(self, ids: np.ndarray) -> str:
@@ -131,6 +141,14 @@ class HuggingFaceTokenizer:
     tokenizer: Any
     noted: set[str] = field(default_factory=set, compare=False, repr=False)
     """Omissions of templates that it has warned of."""
+    processors: list[ImageProcessor] = field(default_factory=list, compare=False, repr=False)
+    """The image processor, once it is loaded."""
+
+    @property
+    def images(self) -> ImageProcessor:
+        if not self.processors:
+            self.processors.append(ImageProcessor(self.name, self.tokenizer))
+        return self.processors[0]
 
     def encode(self, text: str) -> np.ndarray:
         """Encode with the tokenizer's special tokens, EOS last; ValueError also for a text that repeats one of them."""
@@ -152,7 +170,7 @@ class HuggingFaceTokenizer:
     def encode_pair(self, prompt: str, completion: str) -> tuple[np.ndarray, np.ndarray]:
         return encode_pair(self.tokenizer, prompt, completion)
 
-    def encode_chat(self, chat: Chat) -> tuple[np.ndarray, np.ndarray]:
+    def encode_chat(self, chat: Chat, images: Sequence[ImageFile] = ()) -> tuple[np.ndarray, np.ndarray]:
         """Encode a chat by the tokenizer's template (`masked.encode_chat`); warn once of each kind of omission."""
 
         def note(what: str, of: str) -> None:
@@ -161,7 +179,8 @@ class HuggingFaceTokenizer:
                 left_out = f"the chat template of {self.name} leaves out {what} ({of})"
                 warnings.warn(f"{chat.where}: {left_out}: none of it is trained on, nor of others alike", stacklevel=2)
 
-        return encode_chat(self.tokenizer, chat, note)
+        ids, labels = encode_chat(self.tokenizer, chat, note)
+        return self.images.expanded(ids, labels, images) if images else (ids, labels)
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, with special tokens; transformers drops ids that it does not have."""
@@ -191,7 +210,9 @@ class HuggingFaceTokenizer:
         return _digest([type(made).__name__, vocabulary, rules, special, given, splits, self.eos_id])
 
     def template_digest(self) -> str:
-        return _digest(getattr(self.tokenizer, "chat_template", None))
+        template = getattr(self.tokenizer, "chat_template", None)
+        sizes = processor_files(self.name) if template and "image" in str(template) else []
+        return _digest([template, *sizes] if sizes else template)
 
     def special_ids(self) -> dict[str, list[int]]:
         made = self.tokenizer

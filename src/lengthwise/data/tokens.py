@@ -5,16 +5,20 @@ All readers of data make their rows here: to keep them in memory, to write them 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lengthwise.core.errors import DataError
 from lengthwise.data.blocks import RowBlock
-from lengthwise.data.dataset import NO_LOSS, TOO_LONG, RowArrays, sum_of_weights, too_long
+from lengthwise.data.dataset import NO_LOSS, TOO_LONG, RowArrays, sum_of_weights
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
+from lengthwise.data.image_files import ImageFile
+from lengthwise.data.refusals import too_long
 from lengthwise.data.rows import RawRow, RowParser
 from lengthwise.data.tokenizer import Tokenizer
 
@@ -33,14 +37,15 @@ class TokenRow:
 
     kind: ids, text, pair or chat; EMPTY, BAD or TOO_LONG if its source leaves it out; REFUSED if it stops the run.
     labels: None if they are the tokens. weights: None if all are 0 or 1. error: error of a bad row. is_row: False for
-    an error of a file, and for the END of an epoch. name: place of the row. digest: digest of ids, labels and weights.
-    mark: mark of its block, on the block's last row.
+    an error of a file, and for the END of an epoch. name: place of the row. digest: digest of ids, labels, weights and
+    images. mark: mark of its block, on the block's last row.
     """
 
     kind: str
     tokens: np.ndarray | None = None
     labels: np.ndarray | None = None
     weights: np.ndarray | None = None
+    images: Sequence[ImageFile] = ()
     error: DataError | None = None
     is_row: bool = True
     is_document: bool = False
@@ -68,13 +73,14 @@ class Tokenizing:
     """The way from rows to tokens.
 
     keys: config paths of the sources. tokenizer: function that is called for every text. vocab_size: vocabulary of the
-    model; None skips the check of ids.
+    model; None skips the check of ids. meanwhile: True during training, where rows with images are refused.
     """
 
     sources: Sequence[DataSource]
     keys: Sequence[str]
     tokenizer: Callable[[], Tokenizer]
     vocab_size: int | None
+    meanwhile: bool = False
 
     def run(self, run: Runner, blocks: Iterator[RowBlock]) -> Generator[list[TokenRow]]:
         """Tokenize blocks in order by a runner, a block per task; yield the rows of every block, with digests."""
@@ -85,7 +91,7 @@ class Tokenizing:
         rows = [*self.rows(block)]
         for row in rows:
             if row.tokens is not None:
-                row.digest = row_digest(*row.arrays)
+                row.digest = row_digest(*row.arrays, (each.identity for each in row.images))
         return rows
 
     def rows(self, block: RowBlock) -> Iterator[TokenRow]:
@@ -97,17 +103,19 @@ class Tokenizing:
         source, key = self.sources[block.source], self.keys[block.source]
         last = len(block.rows) - 1
         for number, (name, row) in enumerate(block.parsed(RowParser(self.vocab_size))):
-            found = self._row(row, source, key)
+            found = self._row(row, source, key, block.folder)
             found.source, found.name, found.is_document = block.source, name, block.has_documents
             found.mark = block.mark if number == last else None
             yield found
 
-    def _row(self, row: RawRow | DataError, source: DataSource, key: str) -> TokenRow:
+    def _row(self, row: RawRow | DataError, source: DataSource, key: str, folder: Path | None) -> TokenRow:
+        images: Sequence[ImageFile] = ()
         try:
             if isinstance(row, DataError):
                 raise row
             has_ids = row.ids is not None or row.empty
-            tokens, labels = (row.ids, row.labels) if has_ids else self._encode(row)
+            images = self._images(row, folder)
+            tokens, labels = (row.ids, row.labels) if has_ids else self._encode(row, images)
         except DataError as error:
             return TokenRow(kind=BAD if source.bad_rows == "skip" else REFUSED, error=error)
         if tokens is None or not len(tokens):
@@ -122,15 +130,33 @@ class Tokenizing:
             return TokenRow(kind=TOO_LONG if source.too_long == "skip" else REFUSED, error=error)
         kind = "ids" if row.ids is not None else "chat" if row.chat is not None else "pair" if row.pair else "text"
         labels = None if labels is None or np.array_equal(labels, tokens) else labels
-        return TokenRow(kind=kind, tokens=tokens, labels=labels, weights=row.weights)
+        return TokenRow(kind=kind, tokens=tokens, labels=labels, weights=row.weights, images=images)
 
-    def _encode(self, row: RawRow) -> tuple[np.ndarray, np.ndarray | None]:
+    def _images(self, row: RawRow, folder: Path | None) -> Sequence[ImageFile]:
+        """Return the images of a row, whose paths begin at `folder`; None for rows of a hub or a URL."""
+        if row.chat is None or not row.chat.images or row.empty:
+            return ()
+        if self.meanwhile or folder is None:
+            got = "an image in a row that is read while the run trains" if self.meanwhile else "one of a hub or a URL"
+            remedy = "Train on files of rows, without `streaming` and `remote`."
+            raise DataError(
+                row.where, expected="images beside files that are read at the start", got=got, remedy=remedy
+            )
+        try:
+            reader = self.tokenizer().images
+        except ValueError as error:
+            expected, got = "a row of text, for this tokenizer", f"an image, and {error}"
+            remedy = "Train a model that reads images, one of Qwen's, or take such rows out."
+            raise DataError(row.where, expected=expected, got=got, remedy=remedy) from None
+        return [reader.find(os.path.join(folder, each), row.where) for each in row.chat.images]
+
+    def _encode(self, row: RawRow, images: Sequence[ImageFile]) -> tuple[np.ndarray, np.ndarray | None]:
         loaded, labels = self.tokenizer(), None
         try:
             if row.python is not None:
                 tokens = loaded.encode_python(row.python)
             elif row.chat is not None:
-                tokens, labels = loaded.encode_chat(row.chat)
+                tokens, labels = loaded.encode_chat(row.chat, images)
             elif row.pair is not None:
                 tokens, labels = loaded.encode_pair(*row.pair)
             else:

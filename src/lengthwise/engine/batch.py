@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Self
 
@@ -16,11 +17,29 @@ from lengthwise.core.plan import Plan, line_to
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.data.image_files import PixelsAhead
 from lengthwise.data.sampler import Position
-from lengthwise.models.images import MicrobatchImages
+from lengthwise.models.images import ImageReader, MicrobatchImages, RowImages
 from lengthwise.program import MutualSpans, Segment
 
 NO_PLACEHOLDERS: Mapping[int, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class ReadsFiles:
+    """How the images of stored rows are read."""
+
+    reader: ImageReader
+    pixels: PixelsAhead
+
+    def row(self, dataset: Dataset, row: int) -> RowImages | None:
+        """Return the images of a row, None without any. DataError: its tokens do not fit them."""
+        files, name = dataset.images(row), dataset.name(row)
+        if not files:
+            return None
+        ids, _ = dataset.read(row, 0, int(dataset.lengths[row]))
+        grids = [file.grid for file in files]
+        return self.reader.read_files(ids, grids, lambda image: self.pixels.take(files[image], name), name)
 
 
 class StepBatch:
@@ -28,6 +47,7 @@ class StepBatch:
 
     loss_weight: sum of all tokens' loss weights, the divisor of the summed loss; without weights `loss_tokens`. end,
     digest: those of `Batch`. placeholders: ids of tokens that are refused when they are read (`models.placeholders`).
+    sees: reads the images of rows; None refuses them.
     """
 
     def __init__(
@@ -37,8 +57,10 @@ class StepBatch:
         end: Position | None = None,
         digest: str | None = None,
         placeholders: Mapping[int, str] = NO_PLACEHOLDERS,
+        sees: ReadsFiles | None = None,
     ) -> None:
         self.dataset, self.end, self._digest, self._placeholders = dataset, end, digest, placeholders
+        self._sees, self._seen = sees, dict[int, RowImages | None]()
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
         self.loss_tokens = int(dataset.loss_tokens[list(self.ids)].sum())
@@ -64,9 +86,22 @@ class StepBatch:
         return None
 
     def images(self, segments: Sequence[Segment]) -> MicrobatchImages | None:
-        """Return the images of a rank's segments, or None without any."""
-        del segments
-        return None
+        """Return the images of a rank's segments, or None without any.
+
+        Raises:
+            DataError: an image cannot be read, or does not fit its tokens.
+        """
+        if self._sees is None:
+            return None
+        places = list(self.places(segments))
+        found = {index: self._images_of(index) for index, _, _ in places}
+        rows = {index: images for index, images in found.items() if images is not None}
+        return self._sees.reader.microbatch(rows, places)
+
+    def _images_of(self, index: int) -> RowImages | None:
+        if index not in self._seen:
+            self._seen[index] = None if self._sees is None else self._sees.row(self.dataset, self.ids[index])
+        return self._seen[index]
 
     def mutual(self, plan: Plan) -> MutualSpans | None:
         """Return the spans of a plan's sequences whose tokens see each other in both directions, or None."""
@@ -97,17 +132,28 @@ class StepBatch:
         for index, start, stop in places:
             row = self.ids[index]
             ids.append(self.dataset.read(row, start, stop)[0])
-            refuse_placeholders(ids[-1], self._placeholders, lambda row=row: self.dataset.name(row))
+            refuse_placeholders(ids[-1], self._refused(row), lambda row=row: self.dataset.name(row))
             labels.append(self.shift_labels(index, start, stop))
         return _tensor(ids), _tensor([np.arange(start, stop) for _, start, stop in places]), _tensor(labels)
+
+    def _refused(self, row: int) -> Mapping[int, str]:
+        if self._sees is None or not self.dataset.images(row):
+            return self._placeholders
+        return {token: key for token, key in self._placeholders.items() if token != self._sees.reader.token}
 
     def positions(self, segments: Sequence[Segment]) -> Tensor:
         """Return the positions of these segments' tokens in their sequences, (tokens,)."""
         return _tensor([np.arange(start, stop) for _, start, stop in self.places(segments)])
 
     def read_ahead(self, segments: Sequence[Segment]) -> None:
-        """Begin to read these segments from disk, without waiting."""
-        self.dataset.read_ahead([(self.ids[index], start, stop + 1) for index, start, stop in self.places(segments)])
+        """Begin to read these segments from disk, and to decode their images, without waiting."""
+        places = list(self.places(segments))
+        self.dataset.read_ahead([(self.ids[index], start, stop + 1) for index, start, stop in places])
+        for index, start, stop in places:
+            if self._sees is not None and (images := self._images_of(index)) is not None:
+                row = self.ids[index]
+                files = [self.dataset.images(row)[image] for image in images.within(start, stop)]
+                self._sees.pixels.begin(files, self.dataset.name(row))
 
     def sequences(self, segments: Sequence[Segment]) -> Tensor:
         """Return the number of the sequence of each token in these segments, (tokens,)."""

@@ -285,12 +285,12 @@ def _own_router_logits(output: Any, planned: PlannedAttention) -> list[Tensor]:
     return [logits.reshape(-1, logits.shape[-1])[: planned.num_tokens] for logits in output.router_logits]
 
 
-def plain_output(model: nn.Module, input_ids: Tensor) -> Any:
-    """Return the plain Hugging Face model's output for one whole sequence of input ids (tokens,)."""
+def plain_output(model: nn.Module, input_ids: Tensor, **images: Tensor) -> Any:
+    """Return the plain Hugging Face model's output for one whole sequence of input ids (tokens,), and its images."""
     forget_lengths(model)
     with mixing_in_torch(model):
         # use_cache=False: with a cache packed rows would silently see each other.
-        return model(input_ids=input_ids[None], use_cache=False)
+        return model(input_ids=input_ids[None], use_cache=False, **images)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

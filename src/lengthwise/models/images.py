@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -98,19 +99,23 @@ IMAGE_COLUMNS = (PIXELS, *sorted({kind.beside for kind in _KINDS.values() if kin
 class RowImages:
     """The images of a row.
 
-    inputs: the tower's inputs, of all images. places: tokens of the row that stand for images, (image tokens,).
-    ends: image tokens up to the end of each image, (images,). pixels: entries of `pixel_values` up to the end of each.
-    positions: (axes, length), or None if positions count tokens. digests: a digest an image, uint64 (images,).
+    inputs: function that returns the tower's inputs of an image. places: tokens of the row that stand for images,
+    (image tokens,). ends: image tokens up to the end of each image, (images,). positions: (axes, length), or None if
+    positions count tokens. digests: a digest an image, uint64 (images,).
     mutual: spans (start, stop) of tokens that see each other in both directions; a prefix has all of one or nothing.
     """
 
-    inputs: Mapping[str, Tensor]
+    inputs: Callable[[int], Mapping[str, Tensor]]
     places: np.ndarray
     ends: np.ndarray
-    pixels: np.ndarray
     positions: Tensor | None
     digests: np.ndarray
     mutual: tuple[tuple[int, int], ...] = ()
+
+    def within(self, start: int, stop: int) -> range:
+        """Return the numbers of the images with tokens in [start, stop)."""
+        features = _held(self, start, stop)
+        return range(_image_of(self, features[0]), _image_of(self, features[-1]) + 1) if features else features
 
     def by_token(self, tokens: int) -> np.ndarray:
         """Return the digest of the image of each of the first `tokens` tokens, uint64 (tokens,), 0 for text."""
@@ -167,23 +172,51 @@ class ImageReader:
             expected = f"{', '.join(self.columns)} beside {counted(len(places), 'token')} of images"
             got = f"no {', '.join(missing)}" if missing else f"no token {self.token}, which stands for an image"
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
-        tokens, pixels = self._kind.tokens(self._config, given, len(places)), self._kind.pixels(given)
-        if int(tokens.sum()) != len(places) or int(pixels.sum()) != len(given[PIXELS]):
-            expected = (
-                f"{len(places)} tokens and {len(given[PIXELS])} entries of {PIXELS} for {counted(len(tokens), 'image')}"
-            )
-            got = f"{int(tokens.sum())} tokens and {int(pixels.sum())} entries by {self.columns[-1]}"
+        pixels = self._kind.pixels(given)
+        if int(pixels.sum()) != len(given[PIXELS]):
+            expected = f"{len(given[PIXELS])} entries of {PIXELS} for {counted(len(pixels), 'image')}"
+            got = f"{int(pixels.sum())} entries by {self.columns[-1]}"
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
-        ends, of_tokens = np.cumsum(pixels.numpy()), np.cumsum(tokens.numpy())
-        digests = np.array([self._digest(given, ends, image) for image in range(len(ends))], dtype=np.uint64)
-        mutual = _runs(places) if self.mutual != "none" else ()
+        ends = np.cumsum(pixels.numpy())
+        digests = [self._digest(given, ends, image) for image in range(len(ends))]
+        return self._row(ids, given, partial(_of_image, dict(given), ends), digests, where)
+
+    def read_files(
+        self, ids: np.ndarray, grids: Sequence[tuple[int, int]], pixels: Callable[[int], Tensor], where: str
+    ) -> RowImages:
+        """Return the images of a row of a run file. grids: patches of each. pixels: decodes an image, by its number.
+
+        Raises:
+            DataError: the row has another number of tokens of images.
+        """
+        of_row = torch.tensor([[1, *grid] for grid in grids])
+
+        def inputs(image: int) -> dict[str, Tensor]:
+            return {PIXELS: pixels(image), "image_grid_thw": of_row[image : image + 1]}
+
+        return self._row(ids, {"image_grid_thw": of_row}, inputs, [0] * len(grids), where)
+
+    def _row(
+        self,
+        ids: np.ndarray,
+        given: Mapping[str, Tensor],
+        inputs: Callable[[int], Mapping[str, Tensor]],
+        digests: Sequence[int],
+        where: str,
+    ) -> RowImages:
+        places = np.flatnonzero(ids == self.token)
+        tokens = self._kind.tokens(self._config, given, len(places))
+        if int(tokens.sum()) != len(places):
+            expected = f"{len(places)} tokens for {counted(len(tokens), 'image')}"
+            got = f"{int(tokens.sum())} tokens by {self.columns[-1]}"
+            raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
+        ends, mutual = np.cumsum(tokens.numpy()), _runs(places) if self.mutual != "none" else ()
         return RowImages(
-            inputs=dict(given),
+            inputs=inputs,
             places=places,
-            ends=of_tokens,
-            pixels=ends,
+            ends=ends,
             positions=self._positions(ids, given) if self._kind.has_axes else None,
-            digests=_of_runs(digests, places[of_tokens - 1], mutual),
+            digests=_of_runs(np.array(digests, dtype=np.uint64), places[ends - 1], mutual),
             mutual=mutual,
         )
 
@@ -210,16 +243,11 @@ class ImageReader:
             return None
         held = [_held(rows[row], start, stop) if row in rows else range(0) for row, start, stop in places]
         needed = sorted(
-            {
-                (row, image)
-                for (row, _, _), features in zip(places, held, strict=True)
-                if features
-                for image in range(_image_of(rows[row], features[0]), _image_of(rows[row], features[-1]) + 1)
-            }
+            {(row, image) for row, start, stop in places if row in rows for image in rows[row].within(start, stop)}
         )
         parts, first, firsts = list[Mapping[str, Tensor]](), 0, dict[tuple[int, int], int]()
         for row, image in needed:
-            parts.append(_of_image(rows[row].inputs, rows[row].pixels, image))
+            parts.append(rows[row].inputs(image))
             firsts[row, image] = first - _start(rows[row].ends, image)
             first += int(rows[row].ends[image]) - _start(rows[row].ends, image)
         features = [
@@ -276,7 +304,7 @@ def _start(ends: np.ndarray, image: int) -> int:
 
 
 def _of_image(inputs: Mapping[str, Tensor], pixels: np.ndarray, image: int) -> dict[str, Tensor]:
-    """Return the inputs of one image. pixels: as in `RowImages`."""
+    """Return the inputs of one image. pixels: entries of `pixel_values` up to the end of each."""
     own = slice(_start(pixels, image), int(pixels[image]))
     return {name: each[own] if name == PIXELS else each[image : image + 1] for name, each in inputs.items()}
 
@@ -292,6 +320,19 @@ def _joined(parts: Sequence[Tensor], name: str) -> Tensor:
             for part, each in zip(parts, beyond, strict=True)
         ]
     return torch.cat(list(parts))
+
+
+def refuse_image_files(config: Any, where: str) -> None:
+    """Refuse a row of a run file with images, unless the model of this config takes them by grids of patches.
+
+    Raises:
+        DataError: it does not.
+    """
+    if _KINDS.get(getattr(config, "model_type", "")) is not _GRIDS:
+        known = ", ".join(name for name, kind in _KINDS.items() if kind is _GRIDS)
+        remedy = "Train on rows of text, or with TRL's trainers or a Session, where images of more families train."
+        got = f"one with images, for {getattr(config, 'model_type', 'this model')}"
+        raise DataError(where, expected=f"a row of text, or a model of {known}", got=got, remedy=remedy)
 
 
 def image_reader(model: Any) -> ImageReader | None:

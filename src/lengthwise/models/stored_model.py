@@ -30,6 +30,7 @@ class StoredModel:
         seed: seed of adapters, and of parameters without stored weights.
         whole_logits: True if the loss makes all logits of a microbatch at once.
         draws_both: True to draw both matrices of adapters, for checks.
+        sees: True to have the towers on every rank, for rows with images.
     """
 
     source: ModelSource
@@ -38,6 +39,7 @@ class StoredModel:
     seed: int = 0
     whole_logits: bool = False
     draws_both: bool = False
+    sees: bool = False
 
     @classmethod
     def of(

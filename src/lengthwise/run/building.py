@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lengthwise.comm import Transport, World
+from lengthwise.data.image_files import PixelsAhead
+from lengthwise.engine.batch import ReadsFiles
+from lengthwise.models import image_reader
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.checks import session_options, stored_model
 from lengthwise.run.job import Job
@@ -28,7 +31,7 @@ def open_session(
     """
     ranks = SessionRanks(transport=transport, local_ranks=world.local_size, planner=process, say=say, is_run=True)
     return Session(
-        stored_model(job.config, job.model, draws_both=draws_both),
+        stored_model(job.config, job.model, draws_both=draws_both, sees=job.has_images),
         job.config.optimizer,
         ranks=ranks,
         device=world.device,
@@ -41,8 +44,10 @@ def open_session(
 
 
 def laid_out(job: Job, session: Session) -> Job:
-    """Return the job with the session's layout."""
-    asked = session.settings.asked
-    return replace(
-        job, config=job.config.model_copy(update={"shard": asked.shard, "ranks_per_node": asked.ranks_per_node})
-    )
+    """Return the job with the session's layout, which reads images by the session's model."""
+    asked, sees = session.settings.asked, None
+    if job.has_images and (reader := image_reader(session.engine.model)) is not None:
+        assert job.tokenizer is not None, "it has found the images"
+        sees = ReadsFiles(reader, PixelsAhead(job.tokenizer.images))
+    layout = {"shard": asked.shard, "ranks_per_node": asked.ranks_per_node}
+    return replace(job, config=job.config.model_copy(update=layout), sees=sees)

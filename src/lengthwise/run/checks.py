@@ -36,6 +36,7 @@ from lengthwise.models import (
     ModelSource,
     find_model,
     position_limit,
+    refuse_image_files,
 )
 from lengthwise.models.stored_model import StoredModel
 from lengthwise.models.weights import holds_weights
@@ -112,6 +113,8 @@ def prepare_job(
             attempt(partial(fits, each))
         if positions is not None:
             attempt(partial(check_positions, each, positions=positions))
+        if model is not None and each.first_with_images is not None:
+            attempt(partial(_check_images, config, model, each.name(each.first_with_images)))
     if steps is not None:
         attempt(lambda: check_steps(config.optimizer, steps.num_steps))
         attempt(lambda: resume and resume.check_within(steps.num_steps))
@@ -188,8 +191,18 @@ def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_si
     return divided(config.data, seed=config.seed, **of_tokenizer)
 
 
-def stored_model(config: RunConfig, source: ModelSource, *, draws_both: bool = False) -> StoredModel:
-    """Return the model of a run for a session. draws_both: as in `build_adapted`."""
+def _check_images(config: RunConfig, source: ModelSource, where: str) -> None:
+    """Refuse a row with images where the run cannot train on it."""
+    refuse_image_files(source.config, where)
+    if config.stages > 1:
+        remedy = "Take `stages` out: long rows are cut over ranks without it."
+        raise DataError(where, expected="a row of text, for `stages`", got="one with images", remedy=remedy)
+
+
+def stored_model(
+    config: RunConfig, source: ModelSource, *, draws_both: bool = False, sees: bool = False
+) -> StoredModel:
+    """Return the model of a run for a session. draws_both: as in `build_adapted`. sees: True if rows have images."""
     return StoredModel(
         source=source,
         lora=config.lora,
@@ -197,6 +210,7 @@ def stored_model(config: RunConfig, source: ModelSource, *, draws_both: bool = F
         seed=config.seed,
         whole_logits=config.loss == "whole",
         draws_both=draws_both,
+        sees=sees,
     )
 
 

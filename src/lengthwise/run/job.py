@@ -11,7 +11,7 @@ from lengthwise.cost import hardware_of_gpu
 from lengthwise.cost.measured import base_cost
 from lengthwise.data import Batches, Dataset, Tokenizer
 from lengthwise.data.feed_dataset import Steps
-from lengthwise.engine.batch import StepBatch
+from lengthwise.engine.batch import ReadsFiles, StepBatch
 from lengthwise.engine.schedule import warmup_steps
 from lengthwise.models import ModelSource, placeholders
 from lengthwise.program import refuse_unsupported
@@ -30,7 +30,8 @@ class Job:
 
     trained: sizes of the model and its optimizer. steps: sequences of every step. gpus: number of GPUs that it uses on
     a machine, 0 for the CPU. gpu_name: name of the first GPU. resume: checkpoint from which the run continues, or None.
-    chosen: reasons of defaults that depend on model and device, by key.
+    chosen: reasons of defaults that depend on model and device, by key. sees: reads the images of rows, once the
+    session is open.
     """
 
     config: RunConfig
@@ -45,6 +46,7 @@ class Job:
     gpu_name: str | None = None
     resume: Resume | None = None
     chosen: Mapping[str, str] = field(default_factory=dict)
+    sees: ReadsFiles | None = None
 
     @property
     def replicas(self) -> int:
@@ -57,6 +59,11 @@ class Job:
         return self.steps.dataset  # pyright: ignore[reportReturnType] - rows of feeds come later
 
     @property
+    def has_images(self) -> bool:
+        """Whether a row of the data or the eval data has images."""
+        return any(each.first_with_images is not None for each in (self.known, self.eval_dataset) if each is not None)
+
+    @property
     def known(self) -> Dataset:
         """Data for forecasts and limits before the first step: `dataset`, or one longest row per source."""
         return self.steps.known
@@ -65,7 +72,7 @@ class Job:
         """Yield the global batches of the run, in order, without those of the first `after` steps."""
         start = self.resume.manifest.position if self.resume is not None and self.resume.step == after else None
         following, refused = self.steps.after(after, start), placeholders(self.model.config)
-        return (StepBatch(self.dataset, batch.ids, batch.end, batch.digest, refused) for batch in following)
+        return (StepBatch(self.dataset, batch.ids, batch.end, batch.digest, refused, self.sees) for batch in following)
 
     @property
     def num_steps(self) -> int:
@@ -84,7 +91,8 @@ class Job:
         once = self.config.model_copy(update={"steps": None, "epochs": 1})
         refused = placeholders(self.model.config)
         return (
-            StepBatch(self.eval_dataset, each.ids, placeholders=refused) for each in Batches(self.eval_dataset, once)
+            StepBatch(self.eval_dataset, each.ids, placeholders=refused, sees=self.sees)
+            for each in Batches(self.eval_dataset, once)
         )
 
     @property

@@ -6,13 +6,16 @@ It shares with us only the data, and the building of a model from Hugging Face's
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoImageProcessor
+from transformers.image_utils import load_image
 
+from lengthwise.core.hub_access import only_cached
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.models import (
     coefficient_key,
@@ -43,12 +46,13 @@ def plain_gradients(
     ids: Sequence[int],
     dtype: torch.dtype,
     *,
+    processor: str = "",
     on_phase: Callable[[str], None] = lambda _phase: None,
 ) -> Reference:
     """Compute loss and gradients of a plain Hugging Face model in this process, one sequence at a time.
 
     On purpose this uses no tested code to shift labels, count loss tokens and sum gradients: logits of all but the last
-    position meet labels of all but the first.
+    position meet labels of all but the first. processor: name of the image processor of rows with images.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for parameter in model.parameters():
@@ -63,8 +67,10 @@ def plain_gradients(
         [torch.from_numpy(values.astype("int64")).to(device) for values in each] for each in zip(*rows, strict=True)
     )
 
+    images = [_plain_images(model, processor, dataset, i, each) for i, each in zip(ids, sequences, strict=True)]
+
     def run(number: int) -> Any:
-        return plain_output(model, sequences[number])
+        return plain_output(model, sequences[number], **images[number]())
 
     weights = [_plain_weights(dataset, i, each) for i, each in zip(ids, labels, strict=True)]
     together = sum(each.sum(dtype=torch.float64).item() for each in weights)
@@ -90,6 +96,23 @@ def _plain_weights(dataset: Dataset, row: int, labels: Tensor) -> Tensor:
     if weights is None:
         return (labels[1:] != NO_LOSS).float()
     return torch.tensor(weights, device=labels.device)
+
+
+def _plain_images(
+    model: Any, processor: str, dataset: Dataset, row: int, ids: Tensor
+) -> Callable[[], Mapping[str, Tensor]]:
+    """Return a function that reads a row's images, as transformers' image processor gives them to the model."""
+
+    def read() -> Mapping[str, Tensor]:
+        paths = [each.path for each in dataset.images(row)]
+        if not paths:
+            return {}
+        made: Any = AutoImageProcessor.from_pretrained(processor, local_files_only=only_cached(processor))
+        found = made(images=[load_image(path) for path in paths], return_tensors="pt")
+        kinds = (ids == model.whole.config.image_token_id).int()[None]
+        return {**{name: each.to(ids.device) for name, each in found.items()}, "mm_token_type_ids": kinds}
+
+    return read
 
 
 def plain_balance(model: Any, num_sequences: int, run: Callable[[int], Any]) -> tuple[float, list[list[Tensor]]]:

@@ -50,7 +50,8 @@ class VerifyReport:
     max(|reference|, 1e-3 of the median parameter's norm), L2, by parameter. `rounding` is the effect of rounding alone,
     to which the tolerance is added, for bf16 and for models with states. `notes` name kernel and transport, and why.
     `uncut` says how to get a cut sequence, if the batch had none. `shared_keys` has the sizes of groups that split
-    heads in which several ranks share a head of keys. In bf16 `in_fp32` compares the same plan in fp32, and `sums` has
+    heads in which several ranks share a head of keys. `images` has the number of images compared, and of those in
+    rings; None if no row of the data has any. In bf16 `in_fp32` compares the same plan in fp32, and `sums` has
     the differences of the gradients' sums, over microbatches and ranks, from independent sums.
     """
 
@@ -65,6 +66,7 @@ class VerifyReport:
     notes: tuple[str, ...] = ()
     uncut: str | None = None
     shared_keys: tuple[int, ...] = ()
+    images: tuple[int, int] | None = None
     in_fp32: VerifyReport | None = None
     sums: Mapping[str, float] = field(default_factory=dict)
 
@@ -167,9 +169,18 @@ def _compare(
         notes=tuple(notes),
         uncut=None if plan.ring_tokens else _how_to_cut(job, batch),
         shared_keys=_shared_keys(job, plan),
+        images=_images(job, plan, batch) if job.sees is not None else None,
         in_fp32=None if in_fp32 is None else report(in_fp32.found, "fp32"),
         sums=planned.sums,
     )
+
+
+def _images(job: Job, plan: Plan, batch: StepBatch) -> tuple[int, int]:
+    """Return the number of images of a batch, and of those in rings."""
+    pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
+    ring = {sequence for piece in pieces if piece.degree > 1 for sequence in piece.sequences}
+    counts = [len(job.dataset.images(row)) for row in batch.ids]
+    return sum(counts), sum(count for sequence, count in enumerate(counts) if sequence in ring)
 
 
 def _shared_keys(job: Job, plan: Plan) -> tuple[int, ...]:
@@ -288,6 +299,7 @@ def _expected(
                 job.dataset,
                 batch.ids,
                 DTYPES[precision],
+                processor=job.config.tokenizer_name,
                 on_phase=lambda at: on_phase(f"one process, {precision}, {kernel}, {at}"),
             )
 

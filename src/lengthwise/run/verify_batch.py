@@ -21,6 +21,7 @@ from lengthwise.cost import Cost
 from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
 from lengthwise.data import NO_LOSS, Batches, Dataset
 from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.data.image_files import ImageFile
 from lengthwise.engine.batch import StepBatch
 from lengthwise.models import placeholders
 from lengthwise.planner import PACKED_DP
@@ -85,25 +86,29 @@ def part_of_batch(job: Job, planning: StepPlanning) -> VerifyBatch:
     capacity = min(most_tokens, max(3 * longest // 4, -(-longest // job.replicas) + 1) if cuts else longest)
     is_cut = longest < lengths[0]
     lengths = _cut(lengths, longest, min(longest // 4 if is_cut else longest, capacity // 2))
+    lengths = [_fitted(job, row, length) for row, length in zip(rows, lengths, strict=True)]
+    least = -(-max(lengths) // job.replicas) + 1 if cuts else max(lengths)
+    capacity = min(most_tokens, max(capacity, least))
     options = replace(planning.options, context_tokens=max(lengths))
     narrower = replace(planning, capacities=dict.fromkeys(planning.capacities, capacity), options=options)
     plan = _planned(job, narrower, lengths)
-    more = _what_is_missing(job, plan) if cuts else []
+    shown = next((row for row in rows if job.dataset.images(row)), rows[0])
+    more = _what_is_missing(job, plan, shown, rows) if cuts else []
     for _, own in more:
-        rows, lengths = [*rows, *[rows[0]] * len(own)], [*lengths, *own]
+        rows, lengths = [*rows, *[shown] * len(own)], [*lengths, *own]
     part = _with_rows(job, rows, lengths, capacity)
     plan, ways = _with_all_ways(part, _extended(plan, more))
     changes = [f"{len(rows)} of {len(first.ids)} sequences"] if len(rows) < len(first.ids) else []
-    changes += [f"cut to at most {longest} tokens"] if is_cut else []
+    changes += [f"cut to at most {max(lengths)} tokens"] if is_cut else []
     changes += [f"capacity_tokens {capacity}"] if capacity != most_tokens else []
     changes += [f"{counted(len(more), 'microbatch')} added, to check what this batch does not do"] if more else []
-    batch = StepBatch(part.dataset, range(len(rows)), placeholders=placeholders(job.model.config))
+    batch = StepBatch(part.dataset, range(len(rows)), placeholders=placeholders(job.model.config), sees=job.sees)
     return _estimated(part, cost, batch, plan, (*changes, *ways))
 
 
 def _with_rows(job: Job, rows: Sequence[int], lengths: Sequence[int], capacity: int) -> Job:
     config = job.config.model_copy(update={"capacity_tokens": capacity})
-    steps = Batches(_shortened(job.dataset, rows, lengths), config)
+    steps = Batches(_shortened(job, rows, lengths), config)
     return replace(job, config=config, steps=steps, eval_dataset=None)
 
 
@@ -119,32 +124,61 @@ def _cut(lengths: Sequence[int], longest: int, most: int) -> list[int]:
     return [min(length, longest if place < _LONGEST else max(1, most)) for place, length in enumerate(lengths)]
 
 
-def _shortened(dataset: Dataset, rows: Sequence[int], lengths: Sequence[int]) -> Dataset:
+def _fitted(job: Job, row: int, length: int) -> int:
+    """Return the number of tokens of a row that is cut to `length` tokens, more if the cut meets an image."""
+    start, stop, _ = _span(job, row, length)
+    return stop - start
+
+
+def _span(job: Job, row: int, length: int) -> tuple[int, int, Sequence[ImageFile]]:
+    """Return tokens [start, stop) of a row, and their images: at least `length`, the last with a loss.
+
+    Images stay whole, and the last one stays, so there may be more tokens.
+    """
+    dataset = job.dataset
+    labels = dataset.read(row, 0, int(dataset.lengths[row]))[1]
+    kept = np.flatnonzero(labels != NO_LOSS)
+    stop = max(length, int(kept[-1]) + 1) if len(kept) else len(labels)
+    start, found = stop - length, None if job.sees is None else job.sees.row(dataset, row)
+    if found is None:
+        return start, stop, ()
+    firsts, ends = found.places[[0, *found.ends[:-1]]], found.places[found.ends - 1] + 1
+    stop = max([stop, *ends[(firsts < stop) & (ends > stop)].tolist()])
+    whole = np.flatnonzero(ends <= stop)
+    if len(whole):
+        start = min([start, int(firsts[whole[-1]]), *firsts[(firsts < start) & (ends > start)].tolist()])
+    images = dataset.images(row)
+    return start, stop, [images[place] for place in whole.tolist() if firsts[place] >= start]
+
+
+def _shortened(job: Job, rows: Sequence[int], lengths: Sequence[int]) -> Dataset:
     """Return rows cut to `lengths` tokens that end with the last loss token."""
-    builder = DatasetBuilder()
+    builder, dataset = DatasetBuilder(), job.dataset
     builder.start_source("data", "data", tuple(dataset.name(row) for row in rows))
     for row, length in zip(rows, lengths, strict=True):
-        tokens, labels = dataset.read(row, 0, int(dataset.lengths[row]))
-        kept = np.flatnonzero(labels != NO_LOSS)
-        stop = max(length, int(kept[-1]) + 1) if len(kept) else len(tokens)
-        weights = dataset.read_weights(row, stop - length, stop)
-        builder.add(tokens[stop - length : stop], labels[stop - length : stop], weights)
+        start, stop, images = _span(job, row, length)
+        assert stop - start == length, f"row {row}: {length} tokens asked for, and {stop - start}"
+        ids, labels = dataset.read(row, start, stop)
+        builder.add(ids, labels, dataset.read_weights(row, start, stop), images)
     return builder.finish()
 
 
-def _what_is_missing(job: Job, plan: Plan) -> list[tuple[Piece, tuple[int, ...]]]:
+def _what_is_missing(job: Job, plan: Plan, row: int, rows: Sequence[int]) -> list[tuple[Piece, tuple[int, ...]]]:
     """Return pieces of the kinds that a plan lacks, with the lengths of their sequences.
 
-    The kinds are a pack, a ring that passes keys on and, if the planner may choose it, a ring that splits heads.
+    The kinds are a pack, a ring that passes keys on and, if the planner may choose it, a ring that splits heads; rings
+    have images if some rows do. row: the row that they take. rows: those of the plan.
     """
     pieces = [piece for microbatch in plan.microbatches for piece in microbatch.pieces]
-    longest, found = max(plan.tokens), list[tuple[Piece, tuple[int, ...]]]()
+    seeing = {number for number, each in enumerate(rows) if job.dataset.images(each)} or range(len(rows))
+    rings = [each for each in pieces if any(number in seeing for number in each.sequences)]
+    longest, found = plan.tokens[rows.index(row)], list[tuple[Piece, tuple[int, ...]]]()
     if not any(each.degree == 1 and len(each.sequences) > 1 for each in pieces):
-        found.append((Piece(ranks=(0,), sequences=()), (max(1, plan.capacity // 2),) * 2))
-    if not any(each.degree > each.heads for each in pieces):
+        found.append((Piece(ranks=(0,), sequences=()), (_fitted(job, row, max(1, plan.capacity // 2)),) * 2))
+    if not any(each.degree > each.heads for each in rings):
         found.append((Piece(ranks=(0, 1), sequences=()), (longest,)))
     may_split = job.config.heads == "auto" and job.trained.shape.heads % _SPLIT == 0
-    if may_split and not any(each.heads > 1 for each in pieces):
+    if may_split and not any(each.heads > 1 for each in rings):
         found.append((Piece(ranks=(0, 1), sequences=(), heads=_SPLIT), (longest,)))
     return [(piece, own) for piece, own in found if sum(own) <= plan.capacity * piece.degree]
 

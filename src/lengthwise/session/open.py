@@ -21,7 +21,7 @@ from lengthwise.engine.placing import share_values
 from lengthwise.engine.shortage import SMALLER_STATE, free_bytes, reporting_shortage
 from lengthwise.engine.slices import Sharding
 from lengthwise.engine.stage_messages import Pipeline
-from lengthwise.models import ModelStage, choose_layers
+from lengthwise.models import ModelStage, choose_layers, left_alone, whole_model
 from lengthwise.models.own_rows import OwnRows
 from lengthwise.models.weights import first_names, is_finite
 from lengthwise.session.capacity import capacities_sentence, least
@@ -161,6 +161,9 @@ def _read(settings: SessionSettings, ranks: SessionRanks) -> tuple[SessionSettin
     if not is_cut:  # else every rank may read its own rows
         on_first_rank(transport, settings.stored.check_room)
     model, rows = settings.stored.read(settings.text, transport, is_cut=is_cut, stages=stages)
+    if settings.stored.sees:
+        towers = left_alone(model).values()
+        share_values(whole_model(model), transport, towers, dtype=None, device=settings.device)
     return replace(settings, model=model, text=model), rows
 
 

@@ -1,0 +1,164 @@
+"""Images of rows, as files: measured when rows are read, decoded by the rank that needs their pixels.
+
+A row keeps the path of an image, a digest of the file and its patches, never its pixels.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lengthwise.core.errors import DataError
+from lengthwise.core.hub_access import only_cached
+from lengthwise.data.dataset import NO_LOSS
+from lengthwise.data.sources import content_of
+
+_PLACE = "<|image_pad|>"  # of an image, in Qwen's tokenizers
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are exchanged
+_AHEAD_BYTES, _THREADS = 256 << 20, 2  # of images decoded ahead by a rank
+_OF_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+
+
+class ImageFile(NamedTuple):
+    """An image of a row. content: digest of size and both ends of the file. grid: (rows, columns) of patches."""
+
+    path: str
+    content: str
+    grid: tuple[int, int]
+
+    @property
+    def identity(self) -> bytes:
+        """What the digest of a row has of it: not its path."""
+        return json.dumps([self.content, self.grid]).encode()
+
+
+class ImageProcessor:
+    """The image processor of a model, from a folder or the hub. tokenizer: its tokenizer of transformers."""
+
+    def __init__(self, name: str, tokenizer: Any) -> None:
+        """Load it. ValueError: there is none, or it makes no patches as Qwen's does."""
+        from transformers import AutoImageProcessor
+
+        options: dict[str, Any] = {"local_files_only": only_cached(name), "trust_remote_code": False}
+        try:
+            self._processor: Any = AutoImageProcessor.from_pretrained(name, **options)
+        except Exception as error:  # noqa: BLE001 - of files from outside
+            got = " ".join(str(error).split())[:200]
+            raise ValueError(f"no image processor at {name}: {type(error).__name__}: {got}") from None
+        self._resized: Any = getattr(sys.modules[type(self._processor).__module__], "smart_resize", None)
+        if self._resized is None or not hasattr(self._processor, "merge_size"):
+            raise ValueError(f"{type(self._processor).__name__}: in run files images train with Qwen's models alone")
+        self.token: int = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "image_token", None) or _PLACE)
+
+    def find(self, path: str, where: str) -> ImageFile:
+        """Return the image at a path, by the begin of its file. DataError, of row `where`: there is none."""
+        from PIL import Image
+
+        try:
+            content = json.dumps(content_of(Path(path), whole=False))
+            with Image.open(path) as image:
+                width, height = image.size
+                # A PNG without it in its head would be decoded; one that has it at its end is found when it is
+                is_known = image.format != "PNG" or any("exif" in str(name) for name in image.info)
+                if is_known and image.getexif().get(_ORIENTATION) in _TURNED:
+                    width, height = height, width
+            return ImageFile(path, content, self._grid(height, width))
+        except Exception as error:  # noqa: BLE001 - of files of many formats
+            remedy = "Correct the path or the file, or {skip_bad|set `bad_rows: skip`} to leave such rows out."
+            raise _unreadable(path, where, error, remedy) from None
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        made, patch = self._processor, self._processor.patch_size
+        limits = {"min_pixels": made.size["shortest_edge"], "max_pixels": made.size["longest_edge"]}
+        rows, columns = self._resized(height, width, factor=patch * made.merge_size, **limits)
+        found = rows // patch, columns // patch
+        if found[0] * found[1] != made.get_number_of_image_patches(height, width):
+            raise ValueError(f"{found} patches, and another number by {type(made).__name__}")
+        return found
+
+    def expanded(
+        self, ids: np.ndarray, labels: np.ndarray, images: Sequence[ImageFile]
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Repeat the token of each image by its number of tokens, without a loss, as the model's processor does.
+
+        ids, labels: int32 [tokens]. ValueError: the template has written another number of places than images.
+        """
+        places = np.flatnonzero(ids == self.token)
+        if len(places) != len(images):
+            raise ValueError(f"a chat template that writes {len(places)} places for {len(images)} images")
+        times = np.ones(len(ids), dtype=np.int64)
+        times[places] = [each.grid[0] * each.grid[1] // self._processor.merge_size**2 for each in images]
+        labels = labels.copy()
+        labels[places] = NO_LOSS
+        return np.repeat(ids, times), np.repeat(labels, times)
+
+    def num_bytes(self, image: ImageFile) -> int:
+        """Return the bytes of an image's pixels, in fp32."""
+        made = self._processor
+        return 4 * image.grid[0] * image.grid[1] * 3 * made.temporal_patch_size * made.patch_size**2
+
+    def pixels(self, image: ImageFile, where: str) -> Any:
+        """Decode an image of row `where`; return its `pixel_values`, a tensor (patches, values).
+
+        Raises:
+            DataError: the file is broken, or is not the one that the rows were made with.
+        """
+        from PIL import Image
+        from transformers.image_utils import load_image
+
+        try:
+            if json.dumps(content_of(Path(image.path), whole=False)) != image.content:
+                raise ValueError("another file than the one that this row was tokenized with")
+            with Image.open(image.path) as opened:
+                found = self._processor(images=[load_image(opened)], return_tensors="pt")
+            if tuple(found["image_grid_thw"][0].tolist()) != (1, *image.grid):
+                raise ValueError(f"patches {found['image_grid_thw'].tolist()}, and {image.grid} when it was tokenized")
+        except Exception as error:  # noqa: BLE001 - of files of many formats
+            raise _unreadable(image.path, where, error, "Put the file back, or take the row out.") from None
+        return found["pixel_values"]
+
+
+class PixelsAhead:
+    """Decodes images in threads before they are asked for, as long as they have fewer than some bytes together."""
+
+    def __init__(self, processor: ImageProcessor) -> None:
+        self._processor, self._pool = processor, ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
+        self._made = dict[ImageFile, Future[Any]]()
+        self._bytes = 0
+
+    def begin(self, images: Sequence[ImageFile], where: str) -> None:
+        """Begin to decode images of row `where`, and return at once."""
+        for each in images:
+            num_bytes = self._processor.num_bytes(each)
+            if each not in self._made and self._bytes + num_bytes <= _AHEAD_BYTES:
+                self._bytes += num_bytes
+                self._made[each] = self._pool.submit(self._processor.pixels, each, where)
+
+    def take(self, image: ImageFile, where: str) -> Any:
+        """Return the `pixel_values` of an image, and forget them; see `ImageProcessor.pixels`."""
+        made = self._made.pop(image, None)
+        if made is None:
+            return self._processor.pixels(image, where)
+        self._bytes -= self._processor.num_bytes(image)
+        return made.result()
+
+
+def processor_files(name: str) -> list[str]:
+    """Return the texts of a model's files for its image processor, [] without any."""
+    from transformers.utils import cached_file
+
+    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": only_cached(name)}
+    found = [cached_file(name, each, **options) for each in _OF_PROCESSOR]
+    return [Path(each).read_text(encoding="utf-8") for each in found if each is not None]
+
+
+def _unreadable(path: str, where: str, error: Exception, remedy: str) -> DataError:
+    said = error.got if isinstance(error, DataError) else " ".join(str(error).split())[:200]
+    expected = "an image that can be read, the same in the whole run"
+    return DataError(where, expected=expected, got=f"{path}: {said or type(error).__name__}", remedy=remedy)

@@ -1,0 +1,158 @@
+"""Chats with images: the ids of the model's processor, kept with paths and patches, and files that cannot be read."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+from testing.images import IMAGE, image_processor, image_tokenizer, write_image_processor
+from transformers import Qwen3VLProcessor
+
+from lengthwise.config import DataSource
+from lengthwise.core.errors import LengthwiseError
+from lengthwise.data import NO_LOSS, ByteTokenizer, load_dataset, load_tokenizer
+from lengthwise.data.load import first_rows
+from lengthwise.data.prepare import prepare_folder, to_prepare
+
+TURNED = 6  # of EXIF: the picture lies on its side
+ANSWER = {"role": "assistant", "content": "a cat."}
+
+
+class Processor(Qwen3VLProcessor):
+    """Qwen's processor without videos, which need torchvision."""
+
+    def check_argument_for_proper_class(self, argument_name, argument):
+        del argument_name
+        return type(argument)
+
+
+def user(*parts):
+    return {
+        "role": "user",
+        "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts],
+    }
+
+
+def image(**path):
+    return {"type": "image", **path}
+
+
+ROWS = [
+    {"messages": [{"role": "user", "content": "what is it?"}, ANSWER], "images": ["a.png", "sub/b.jpg"]},
+    {"messages": [user("see ", image(path="a.png"), " and", image(url="c.png")), ANSWER]},
+    {"messages": [user(image(), image(image="c.png"), "?"), ANSWER, user("more?"), ANSWER], "image": "sub/b.jpg"},
+    {"messages": [{"role": "user", "content": "hello"}, ANSWER], "images": []},
+    {
+        "prompt": [user({"type": "image_url", "image_url": {"url": "a.png"}}, "?")],
+        "completion": [{"role": "assistant", "content": [{"type": "text", "text": "yes."}, image(path="c.png")]}],
+    },
+]
+FILES = [["a.png", "sub/b.jpg"], ["a.png", "c.png"], ["sub/b.jpg", "c.png"], [], ["a.png", "c.png"]]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "sub").mkdir()
+    random = np.random.default_rng(0)
+    for name, (width, high) in {"a.png": (16, 40), "sub/b.jpg": (70, 20), "c.png": (33, 33)}.items():
+        exif = Image.Exif()
+        exif[0x0112] = TURNED if name == "sub/b.jpg" else 1
+        drawn = Image.fromarray(random.integers(0, 255, (high, width, 3), dtype=np.uint8))
+        drawn.save(tmp_path / name, exif=exif)
+    write_image_processor(tmp_path / "model")
+    return tmp_path
+
+
+def load(folder, rows, tokenizer=None, read=load_dataset, **keys):
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    make = tokenizer or (lambda: load_tokenizer(str(folder / "model")))
+    return read([DataSource(path=path, **keys)], tokenizer=make, vocab_size=None)
+
+
+def test_ids_and_patches_are_those_of_the_processor(folder):
+    """Images have no loss, even those of the assistant; a picture that lies on its side stands up."""
+    dataset, made = load(folder, ROWS), Processor(image_processor(), image_tokenizer(), None)
+    made.video_token = None  # there is no such word
+    made.chat_template, told = image_tokenizer().chat_template, made.tokenizer.decode
+    for number, (row, files) in enumerate(zip(copy.deepcopy(ROWS), FILES, strict=True)):
+        paths, turns = iter(files), [*row.get("messages", ()), *row.get("prompt", ()), *row.get("completion", ())]
+        turns = [
+            {
+                **turn,
+                "content": turn["content"] if isinstance(turn["content"], list) else user(turn["content"])["content"],
+            }
+            for turn in turns
+        ]
+        if row.get("images"):
+            turns[0]["content"] = [*[image() for _ in files], *turns[0]["content"]]
+        for part in (part for turn in turns for part in turn["content"]):
+            if part["type"] != "text":
+                part |= {"type": "image", "image": str(folder / next(paths))}
+                part.pop("path", None), part.pop("url", None), part.pop("image_url", None)
+        expected = made.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="np")
+        ids, labels = dataset.read(number, 0, int(dataset.lengths[number]))
+        assert ids.tolist() == expected["input_ids"][0].tolist()
+        assert [each.grid for each in dataset.images(number)] == [
+            tuple(grid[1:]) for grid in expected.get("image_grid_thw", np.empty((0, 3))).tolist()
+        ]
+        answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+        texts = ["".join(part.get("text", "") for part in answer) for answer in answers]
+        said = told(labels[labels != NO_LOSS]).replace("<|vision_start|>", "").replace("<|vision_end|>", "")
+        assert said.replace(" ", "") == "".join(f"{text}<|im_end|>\n" for text in texts).replace(" ", "")
+    assert dataset.first_with_images == 0
+    assert IMAGE in dataset.read(4, 0, 200)[0]
+
+
+def test_prepared_rows_have_the_images_of_rows_in_memory_and_other_images_are_other_data(folder):
+    name, here = str(folder / "model"), load(folder, ROWS)
+    tokenizer = lambda: load_tokenizer(name)  # noqa: E731
+    plan = to_prepare([DataSource(path=folder / "rows.jsonl")], tokenizer_name=name, tokenizer=tokenizer)
+    prepare_folder(plan, folder / "tokens")
+    there = load_dataset([DataSource(path=folder / "tokens")], tokenizer=tokenizer, vocab_size=None)
+    assert there.digest() == here.digest()
+    assert there.first_with_images == 0
+    assert [list(there.images(row)) for row in range(5)] == [list(here.images(row)) for row in range(5)]
+    there.read(1, 0, 5)  # compared with its digest
+    file, reader = here.images(0)[0], tokenizer().images
+    before = reader.pixels(file, "rows.jsonl:1")
+    Image.new("RGB", (16, 40)).save(file.path)
+    with pytest.raises(LengthwiseError, match=r"rows.jsonl:1: expected an image .*got .*a\.png: another file"):
+        reader.pixels(file, "rows.jsonl:1")
+    assert load(folder, ROWS).digest() != here.digest()
+    Image.new("RGB", (90, 40)).save(file.path)
+    assert load(folder, ROWS).lengths[0] != here.lengths[0]
+    assert before.shape == (file.grid[0] * file.grid[1], 96)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"messages": [user("a"), ANSWER], "images": ["gone.png"]}, r"gone\.png: nothing there"),
+        ({"messages": [user("a", image(path="rows.jsonl")), ANSWER]}, r"rows\.jsonl: cannot identify image file"),
+        ({"messages": [user("a", image(path="thin.png")), ANSWER]}, r"thin\.png: absolute aspect ratio"),
+        ({"messages": [user("a", image()), ANSWER], "images": ["a.png", "a.png"]}, "1 part of .*, and 2 paths"),
+        ({"messages": [user("a <|image_pad|>", image(path="a.png")), ANSWER]}, "writes 2 places for 1 images"),
+        ({"messages": [{"role": "user", "content": "<image>a"}, ANSWER], "images": ["a.png"]}, 'no "<image>" in texts'),
+        ({"messages": [user(image(url="https://a/b.png")), ANSWER]}, "images as paths of files; got .*https"),
+        ({"text": "a", "images": ["a.png"]}, '"images": images outside of chats'),
+    ],
+)
+def test_images_that_cannot_train_are_named_by_row_and_file(folder, row, said):
+    Image.new("RGB", (2, 900)).save(folder / "thin.png")
+    with pytest.raises(LengthwiseError, match=rf"rows\.jsonl:2: .*{said}"):
+        load(folder, [ROWS[3], row])
+    dataset = load(folder, [ROWS[3], row], bad_rows="skip")
+    assert dataset.skipped == {"bad": 1}
+
+
+def test_images_are_refused_without_a_processor_and_in_streams(folder):
+    with pytest.raises(LengthwiseError, match="a row of text, for this tokenizer; got an image, and tokenizer bytes"):
+        load(folder, ROWS[:1], ByteTokenizer)
+    with pytest.raises(LengthwiseError, match=r"rows\.jsonl:1.*an image in a row that is read while the run trains"):
+        load(folder, ROWS[:1], read=lambda *given, **how: first_rows(*given, **how, sequences=1))
+    for name in ("preprocessor_config.json",):
+        (folder / "model" / name).unlink()
+    with pytest.raises(LengthwiseError, match="got an image, and no image processor at"):
+        load(folder, ROWS[:1])
