@@ -367,7 +367,7 @@ def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
             embeddings.requires_grad_()
 
     def give(module: Any, arguments: Any, given: dict[str, Any]) -> Any:
-        if images is None or has_run(module.get_decoder()):
+        if images is None or has_run(module):
             return None
         rows = given["position_ids"].shape[-1]
         found: dict[str, Any] = {}

@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from lengthwise.core.errors import ModelRefused
 from lengthwise.models.modules import modules_of
-from lengthwise.models.text_part import whole_model, without_towers
+from lengthwise.models.text_part import has_towers, whole_model, without_towers
 
 
 def token_loss(logits: Tensor, shift_labels: Tensor, weights: Tensor | None = None) -> Tensor:
@@ -59,7 +59,7 @@ class DecoderOutput:
     """Keeps a decoder's output, and passes only one token on to the rest of the model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model, self._decoder = model, model.get_decoder()  # type: ignore[operator]
+        self._model, self._decoder = model, _run_once(model)
         self._outputs: list[Any] = []
 
     @contextmanager
@@ -113,8 +113,16 @@ class DecoderOutput:
             self._decoder.forward = forward
 
 
+def _run_once(model: Any) -> nn.Module:
+    """Return what runs before the head: the decoder, or what embeds tokens and images and calls it."""
+    whole, decoder = whole_model(model), model.get_decoder()
+    if not has_towers(whole.config):
+        return decoder  # type: ignore[no-any-return]
+    return next((each for each in whole.children() if decoder in each._modules.values()), decoder)
+
+
 class _HasRun:
-    """Stands in for the forward of a decoder that has run. output: what it returns."""
+    """Stands in for the forward of a module that has run. output: what it returns."""
 
     def __init__(self, output: Any) -> None:
         self._output = output
@@ -123,9 +131,9 @@ class _HasRun:
         return self._output
 
 
-def has_run(decoder: nn.Module) -> bool:
-    """Return whether a decoder has run, and only what follows it runs now, on some of its hidden states."""
-    return isinstance(vars(decoder).get("forward"), _HasRun)
+def has_run(module: nn.Module) -> bool:
+    """Return whether a module has run, and only what follows it runs now, on some of its hidden states."""
+    return isinstance(vars(module).get("forward"), _HasRun)
 
 
 def _with_hidden(output: Any, hidden: Tensor) -> Any:
