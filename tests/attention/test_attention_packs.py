@@ -34,9 +34,6 @@ def test_documents_are_cut_where_empty_tiles_cost_more_than_a_call(lengths, alon
     assert [len(run) for run in runs_of(lengths, alone)] == expected
 
 
-def cost(sizes, borders):
-    runs = [sizes[start:stop] for start, stop in pairwise(borders)]
-    return sum(1000 + len(run) * max(run) for run in runs)
 
 
 @pytest.mark.parametrize("alone_from", [None, 20])

@@ -87,15 +87,6 @@ def test_sinks_of_any_size_do_not_overflow():
     check(run_strict(plan, rows, window=7, sinks=sinks), rows, window=7, sinks=sinks)
 
 
-def test_a_rank_lowers_its_own_part_alone():
-    piece = Piece(ranks=ring_order(0, 256, 4), sequences=(0,), heads=4)
-    program = lower_microbatch(make_plan(256, [64 * 256], [piece]), 0)
-    forward, backward = (ring.steps for ring in ring_steps_of(program, 5, None))
-    assert not {"forward_rounds", "backward_rounds"} & vars(program).keys()
-    assert len(forward) == 64
-    assert sum(len(each.sends) for each in forward) == 63
-    assert sum(len(each.sends) for each in backward) == 2 * 63
-    assert sum(len(each.tasks) for each in forward) <= 4 * 64
 
 
 def test_a_rank_computes_one_block_a_ring_step_where_one_will_do():

@@ -198,41 +198,8 @@ def test_a_sequence_begins_with_the_state_and_the_tokens_of_all_that_it_continue
     check_convolution(TREES, 7)
 
 
-class AllAtOnce:
-    """A scan by one call for all documents, as packages have it."""
-
-    is_matrix = True
-
-    def run(self, tokens, lengths, *, before=None, states=False):
-        after = tokens["a"][:, : len(lengths)].transpose(0, 1) if states else None
-        return tokens["b"] * (1.0 if before is None else before.sum()), after
 
 
-@pytest.mark.parametrize(
-    "parents_of",
-    [lambda count: None, lambda count: tuple(0 if number else None for number in range(count))],
-    ids=["packs", "answers to a prompt"],
-)
-def test_operations_of_a_layer_do_not_grow_with_documents(parents_of):
-    found = {}
-
-    class Count(TorchDispatchMode):
-        def __torch_dispatch__(self, function, _types, arguments=(), named=None):
-            found[count] += 1
-            return function(*arguments, **(named or {}))
-
-    for count in (5, 500):
-        plan = make_plan(1, (6,) * count, [Piece(ranks=(0,), sequences=tuple(range(count)))])
-        (program,) = lower_plan(replace(plan, parents=parents_of(count)), 0)
-        spans = LocalSpans(program, SoloTransport(), 6 * count + 10, SimpleNamespace(recomputation=None))
-        rows = torch.randn(6 * count + 10, 3, dtype=torch.float64, requires_grad=True)
-        tokens, _ = drawn_tokens(6 * count + 10, True, 0)
-        halo, found[count] = Halo(spans, 4), 0
-        with Count():
-            for _layer in range(2):
-                convolve_spans(spans, rows, halo, convolution(4)).sum().backward()
-                scan_spans(spans, tokens, AllAtOnce()).sum().backward()
-    assert found[500] == found[5] < 200
 
 
 # One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state.

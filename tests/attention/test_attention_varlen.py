@@ -24,28 +24,6 @@ def draw(tokens, heads=4, kv_heads=2, dim=8, dtype=torch.float64):
     return [torch.randn(tokens, n, dim, generator=random, dtype=torch.float64).to(dtype) for n in (heads, kv_heads, 2)]
 
 
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_pack_is_one_call_a_layer_and_pass_and_so_are_the_diagonals_of_rings(window):
-    """Thirty documents and the diagonal of a ring on each rank, and one call more for each block that is not on it."""
-    pieces = [Piece(ranks=(0,), sequences=tuple(range(1, 31))), Piece(ranks=(0, 1), sequences=(0,))]
-    plan = make_plan(2, [40, *range(1, 31)], [pieces])
-
-    def work(transport):
-        (program,) = lower_plan(plan, transport.rank)
-        ops = ReferenceVarlenOps()
-        planned = PlannedAttention(program, transport, VarlenKernel(ops))
-        q, k, v = (x.requires_grad_() for x in draw(planned.num_tokens))
-        out = planned_attention(q, k, v, planned, scale=0.3, window=window)
-        forward = ops.calls
-        out.sum().backward()
-        windowed = program.with_window(window)
-        others = sum(
-            not t.causal for ring_step in range(windowed.ring_steps) for t in windowed.tasks(transport.rank, ring_step)
-        )
-        return forward, ops.calls - forward, 1 + others
-
-    for forward, backward, expected in StrictWorld(2).run(work):
-        assert forward == backward == expected
 
 
 class NoOps:
