@@ -1,10 +1,5 @@
 """cuDNN for long blocks on the CPU: its calls on tensors without memory, values through a strict reference."""
 
-import re
-from pathlib import Path
-
-import numpy as np
-import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import example, given
@@ -13,12 +8,10 @@ from testing import relative_error
 from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 
 from lengthwise.attention import Block, ReferenceKernel, Saved
-from lengthwise.attention.cudnn import DIAGONAL_TOKENS, FULL_TOKENS, ByLengthKernel, DenseKernel
+from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.packs import PackKernel, pack_documents
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.cost import named_hardware
-from lengthwise.cost.blocks import speed_shares
 
 CPU = torch.device("cpu")
 
@@ -101,5 +94,3 @@ def test_padding_after_one_long_document_keeps_it_a_long_block():
         found.append([each[:20] for each in (out, *grads)])
     assert len(dense.shapes) == 4
     assert all(relative_error(a, b) < 1e-12 for a, b in zip(*found, strict=True))
-
-

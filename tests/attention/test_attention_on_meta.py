@@ -1,9 +1,5 @@
-"""The raw kernel calls of GPUs on tensors without memory: torch checks shapes itself, so drift of a call is caught.
+"""The raw kernel calls of GPUs, on tensors without memory, bind to the operators of torch 2.11 and the installed."""
 
-Arguments are also bound to the operators as torch 2.11 has them, whichever torch is installed.
-"""
-
-import itertools
 import re
 from pathlib import Path
 
@@ -14,10 +10,8 @@ from lengthwise import attention
 from lengthwise.attention import Block, Saved
 from lengthwise.attention.cuda_kernels import EfficientKernel, TorchVarlenOps
 from lengthwise.attention.cudnn import CudnnOps, DenseKernel
-from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.packs import Pack
 from lengthwise.attention.varlen import VarlenKernel
-
 
 # torch 2.11: later releases add arguments after these, by keyword alone.
 SCHEMAS = {
@@ -56,10 +50,6 @@ def call(forward, backward, block, *more):
     """Run both passes; return (out, lse, dq, dk, dv)."""
     out, lse = forward(block, *more)
     return (out, lse, *backward(out, block, Saved(out=out, lse=lse), *more))
-
-
-
-
 
 
 def bind(schema, args, kwargs):

@@ -13,6 +13,7 @@ from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.packs import pack_documents, runs_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
+from tiers import some
 
 CPU = torch.device("cpu")
 LONG, SHORT = 16_384, 32  # 128 tiles and one
@@ -32,8 +33,6 @@ LONG, SHORT = 16_384, 32  # 128 tiles and one
 )
 def test_documents_are_cut_where_empty_tiles_cost_more_than_a_call(lengths, alone, expected):
     assert [len(run) for run in runs_of(lengths, alone)] == expected
-
-
 
 
 @pytest.mark.parametrize("alone_from", [None, 20])
@@ -68,7 +67,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("window", [None, 45])
-@pytest.mark.parametrize("by_length", [True, False])
+@pytest.mark.parametrize("by_length", some([True, False]))
 @pytest.mark.parametrize("name", PLANS)
 def test_documents_of_several_calls_equal_dense(monkeypatch, name, by_length, window):
     """With sinks; a window of 45 tokens cuts all long documents but one of 40."""
@@ -88,11 +87,3 @@ def test_documents_of_several_calls_equal_dense(monkeypatch, name, by_length, wi
     alone = {None: 6, 45: 1}[window] if by_length else 0
     assert len(dense.shapes) == 2 * alone
     assert varlen.calls == 2 * (2 + 3 + 2 + (4 if alone else 3) + 1 + 1 - alone)  # 50 and 40 tokens go together
-
-
-def test_the_varlen_kernel_takes_all_documents_where_a_fixed_order_is_asked_for(monkeypatch):
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    dense, varlen = ReferenceDenseOps(), ReferenceVarlenOps()
-    rows, plan = documents([3, 50, 4]), make_plan(1, [3, 50, 4], [Piece(ranks=(0,), sequences=(0, 1, 2))])
-    check(run_strict(plan, rows, ByLengthKernel(DenseKernel(dense), VarlenKernel(varlen), diagonal_tokens=20)), rows)
-    assert (dense.shapes, varlen.calls) == ([], 2)

@@ -6,16 +6,15 @@ from testing import (
     RecordingTransport,
     make_plan,
     relative_error,
-    run_ranks,
 )
 from testing.varlen import ReferenceVarlenOps
 
 from attention.whole_documents import TOLERANCES, check, dense, documents, run_strict
 from lengthwise.attention import FlashCpuKernel, ReferenceKernel
-from lengthwise.attention.ring_steps import ring_steps_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
 from lengthwise.program import lower_microbatch, ring_order
+from tiers import some
 
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
 
@@ -33,7 +32,7 @@ def test_planned_sums_bf16_gradients_in_fp32():
         assert relative_error(a, c) <= 1.5 * relative_error(b, c) + 1e-4, name
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", some(TOLERANCES, -1), ids=str)
 @pytest.mark.parametrize(
     "piece",
     [Piece(ranks=(1,), sequences=(0, 1, 2)), Piece(ranks=(0, 2, 1), sequences=(0, 1, 2))],
@@ -54,39 +53,12 @@ def test_packed_documents_do_not_see_each_other_bit_for_bit(dtype, piece):
         assert all(map(torch.equal, found[0], attended(documents([17, other, 23], dtype))[0]))
 
 
-def test_planned_equals_dense_on_gloo():
-    ring = 0, 2, 4, 3, 1
-    plan = make_plan(
-        5,
-        [61, 5, 1, 18, 11],
-        [
-            [Piece(ranks=ring, sequences=(0,)), Piece(ranks=(1,), sequences=(1,))],
-            Piece(ranks=ring[::-1], sequences=(2, 3)),
-            Piece(ranks=(0, 1), sequences=(4,), heads=2, shares=(2, 1)),
-        ],
-    )
-    rows = documents(plan.tokens, torch.float64)
-    found = run_strict(plan, rows, run=run_ranks)
-    check(found, rows)
-    for one, other in zip(found[0], run_strict(plan, rows)[0], strict=True):
-        assert all(map(torch.equal, one, other))
-
-
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
-@pytest.mark.parametrize("window", [1, 150])
-def test_windows_equal_dense_in_tiles_and_over_chunk_borders(kernel, window):
+def test_windows_equal_dense_in_tiles_and_over_chunk_borders(kernel):
     pieces = [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1, 2))]
     plan = make_plan(3, [700, 301, 40], pieces)
-    sinks, rows = torch.tensor([1.0, 0.0, -1.0, 30.0], dtype=torch.float64), documents(plan.tokens)
-    check(run_strict(plan, rows, kernel, window=window, sinks=sinks), rows, window=window, sinks=sinks)
-
-
-def test_sinks_of_any_size_do_not_overflow():
-    plan = make_plan(2, [30], [Piece(ranks=(0, 1), sequences=(0,))])
-    sinks, rows = torch.tensor([1e4, -1e4, 700.0, -700.0], dtype=torch.float64), documents(plan.tokens)
-    check(run_strict(plan, rows, window=7, sinks=sinks), rows, window=7, sinks=sinks)
-
-
+    sinks, rows = torch.tensor([1e4, -1e4, 1.0, 30.0], dtype=torch.float64), documents(plan.tokens)
+    check(run_strict(plan, rows, kernel, window=150, sinks=sinks), rows, window=150, sinks=sinks)
 
 
 def test_a_rank_computes_one_block_a_ring_step_where_one_will_do():

@@ -34,8 +34,10 @@ def by_length():
     return ByLengthKernel(DenseKernel(ReferenceDenseOps()), VarlenKernel(ReferenceVarlenOps()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kernel", [FlashCpuKernel, ReferenceKernel, by_length])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [(FlashCpuKernel, torch.float32), (ReferenceKernel, torch.float64), (by_length, torch.bfloat16)],
+)
 def test_kernels_that_are_right_pass(kernel, dtype):
     assert fault_of(kernel(), needs(dtype, head_dim=8, heads=6, kv_heads=3)) is None
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lengthwise.attention import Opened, convolve_spans, scan_spans, states
 from lengthwise.attention.halos import Halo
 from lengthwise.attention.mixing import LocalSpans
-from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import TransferError
 from lengthwise.core.plan import Piece
 from lengthwise.program import Mixing, far_peers, lower_plan
@@ -196,10 +195,6 @@ TREES = replace(
 def test_a_sequence_begins_with_the_state_and_the_tokens_of_all_that_it_continues():
     check_scan(TREES, is_matrix=True)
     check_convolution(TREES, 7)
-
-
-
-
 
 
 # One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state.

@@ -11,7 +11,7 @@ from testing.strict import StrictWorld
 from testing.varlen import ReferenceVarlenOps
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved, planned_attention
+from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved
 from lengthwise.attention.cuda_kernels import EfficientKernel
 from lengthwise.attention.kernels import BlockMask
 from lengthwise.attention.varlen import VarlenKernel
@@ -22,8 +22,6 @@ from lengthwise.program import lower_plan
 def draw(tokens, heads=4, kv_heads=2, dim=8, dtype=torch.float64):
     random = torch.Generator().manual_seed(3)
     return [torch.randn(tokens, n, dim, generator=random, dtype=torch.float64).to(dtype) for n in (heads, kv_heads, 2)]
-
-
 
 
 class NoOps:
@@ -82,7 +80,7 @@ def test_calls_and_operations_of_a_ring_step_do_not_grow_with_sequences():
         assert all(other == calls and number <= 1.2 * operations for other, number in others)
 
 
-@pytest.mark.parametrize(("full_from", "window"), [(None, None), (12, None), (None, 9)])
+@pytest.mark.parametrize(("full_from", "window"), [(12, None), (None, 9)])
 def test_joined_blocks_give_what_each_of_them_gives(full_from, window):
     """Under a kernel that takes blocks of 12 and more alone, too; a block that a window's edge crosses stays alone."""
     plan, ops = answers(3, prompts=2), ReferenceVarlenOps()

@@ -173,11 +173,3 @@ def test_what_a_package_cannot_compute_is_named(packages, family, changes, name,
     layers = layers_of(build_skeleton(tiny_family_config(family, changes)))
     assert words in package_kernel(PACKAGES[name], layers, torch.bfloat16)
     assert "takes bf16, fp16 or fp32, not float64" in package_kernel(PACKAGES[name], layers, torch.float64)
-
-
-def test_a_package_that_is_too_old_is_named(packages, monkeypatch):
-    monkeypatch.setattr(
-        sys.modules["fla.ops.gated_delta_rule"], "chunk_gated_delta_rule", lambda q, k, v, cu_seqlens: None
-    )
-    layers = layers_of(skeleton_of("qwen3_5_text"))
-    assert package_kernel(PACKAGES[DELTA_RULE], layers, torch.bfloat16).endswith("takes no cu_seqlens_cpu")

@@ -1,7 +1,6 @@
 """Which activations leave the device, in which order they come back bit by bit, and the store on a disk."""
 
 import contextlib
-import gc
 import itertools
 import os
 import resource
@@ -12,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import CountingStore, LiveBytes
+from testing import CountingStore
 
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.offload import ActivationSaver, DiskStore, parameter_storages
@@ -40,8 +39,6 @@ def test_bytes_come_back_as_they_went_in_any_order(tmp_path_factory, rounds, fet
             for number in reversed(order):
                 assert torch.equal(stored[number].take(), values[number])
             store.free(stored)
-
-
 
 
 def test_a_killed_process_gives_the_room_back(tmp_path):
@@ -194,8 +191,6 @@ def test_backward_never_has_more_on_the_device_than_its_window():
     assert 0 < most <= 2 * everything // LAYERS
 
 
-
-
 def test_parameters_small_tensors_and_what_all_layers_share_stay():
     weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
     table = torch.randn(ROWS, WIDTH)  # as rotary embeddings: every layer saves it
@@ -219,5 +214,3 @@ def test_parameters_small_tensors_and_what_all_layers_share_stay():
     assert saver.totals.offloaded_bytes == store.put_bytes - taken_back
     takes = [number for what, number in store.events if what == "take"]
     assert len(takes) == len(set(takes)) == sum(what == "put" for what, _ in store.events) - 1
-
-
