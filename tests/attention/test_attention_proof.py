@@ -16,7 +16,6 @@ from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.proof import Proof
 from lengthwise.attention.proof_cases import prove_kernel
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.core.errors import ConfigError
 from lengthwise.models import keep_double
 
 CPU = torch.device("cpu")
@@ -72,8 +71,6 @@ class Broken(VarlenKernel):
             own = super()._forward(block, documents)
             saved = replace(saved, out=own[0], lse=own[1])
         dq, dk, dv = super()._backward(grad_out, block, saved, self._wider(documents))
-        if self.what == "dq times 1.01":
-            dq = dq * 1.01
         return dq, dk, dv
 
     def _wider(self, documents):
@@ -86,7 +83,6 @@ class Broken(VarlenKernel):
     ("what", "named"),
     [
         ("lse times 1.01", "causal block of 72 tokens, heads of 16, bfloat16: lse is off by 0.0"),
-        ("dq times 1.01", "causal block of 72 tokens, heads of 16, bfloat16: dq is "),
         ("window off by one", "tile of a window of 24 tokens, heads of 16, bfloat16: out is off by 0."),
         ("NaN in the last document", "documents of 1 to 200 tokens, heads of 16, bfloat16: out is not finite"),
         ("raises on few rows", "full block of 5 queries and 9 keys, heads of 16, bfloat16: RuntimeError: no kernel"),
@@ -140,16 +136,6 @@ def test_auto_names_a_wrong_kernel_and_takes_the_next(wrong_flash):
     ]
     with pytest.warns(UserWarning, match="flash_cpu is not used"):  # where nobody listens
         choose_kernel(CPU, AttentionNeeds(head_dim=16))
-
-
-def test_where_every_kernel_is_wrong_all_are_named(wrong_flash, monkeypatch):
-    monkeypatch.setattr(choose, "ReferenceKernel", lambda **_: WrongOnCpu())
-    with pytest.raises(ConfigError) as refused:
-        choose_kernel(CPU, AttentionNeeds(head_dim=16), say=[].append)
-    assert "flash_cpu: causal block" in refused.value.got
-    assert "reference: causal block" in refused.value.got
-    with pytest.raises(ConfigError, match="got reference: causal block of 72 tokens"):
-        choose_kernel(CPU, AttentionNeeds(head_dim=16), implementation="reference", say=[].append)
 
 
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):

@@ -13,11 +13,16 @@ from testing import (
     make_plan,
     run_step,
 )
+from testing.pipelines import as_pipeline, run_pipeline
+from testing.stores import CopyStore
+from testing.tiny import tiny_family_config
 from transformers import GptOssConfig, LlamaConfig
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
+from lengthwise.core.shape import LayerCut
+from lengthwise.cost import Choice, StepMemory, shape_from_config
 from lengthwise.engine.measuring import SmallPasses
 from lengthwise.models import apply_policy, run_layers
 from lengthwise.offload import ActivationSaver, parameter_storages
@@ -111,3 +116,28 @@ def test_backward_of_a_model_waits_for_no_copy():
     assert store.put_bytes > 0
     assert store.late == []
     assert store.held == 0
+
+
+def test_a_stage_that_offloads_holds_less_of_every_microbatch():
+    """The first stage keeps p microbatches; of what they saved a window of two layers comes back at once."""
+    lengths, stages = (200,) * 3, 2
+    config = tiny_family_config("llama", {"num_hidden_layers": 6})
+    plan = make_plan(1, lengths, [Piece(ranks=(0,), sequences=(i,)) for i in range(3)], layers=6)
+    peaks, away = {}, {}
+    for ratio in (0.0, 0.5):
+        first, *_ = run_pipeline(
+            build_pair("llama", config)["planned"],
+            offloaded(as_pipeline(plan, stages), ratio),
+            make_batch(lengths, vocab=48),
+            precision="fp32",
+            make_store=lambda _: CopyStore(),
+            watches=True,
+        )
+        peaks[ratio], away[ratio] = first.peak_bytes, first.done.offloaded_bytes / len(lengths)
+    shape, messages = shape_from_config(config.to_dict()), 6 * lengths[0] * config.hidden_size * 4
+    layers = LayerCut(stages=stages, virtual=1)
+    memory = StepMemory(shape=shape, dtype_bytes=4, ranks=1, cut=layers, logits_at_once=None)
+    for ratio, peak in peaks.items():
+        estimate = float(memory.microbatch_bytes(lengths[0], Choice(offload=ratio)))
+        assert estimate * 0.95 < peak < estimate * 1.1 + messages  # sent and to arrive: estimates leave them out
+    assert peaks[0.0] - peaks[0.5] > (stages - 1) * away[0.5] > 0

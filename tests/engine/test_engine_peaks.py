@@ -26,12 +26,9 @@ CELLS = [
     replace(FEW, degree=4, heads=2, offload=1.0, recompute="all_but_attention"),
     replace(FEW, tokens=1536, documents=8),
     replace(FEW, tokens=1536, recompute="layer"),  # the turn of a layer is the peak, not the loss
-    replace(FEW, tokens=1536, precision="bf16", recompute="all_but_attention"),
-    replace(FEW, recompute="elementwise"),
     replace(FEW, family="llama, LoRA", logits_at_once=None, recompute="elementwise"),
     replace(FEW, family="gemma3", precision="bf16", tokens=768, recompute="elementwise"),
     replace(FEW, family="qwen3_moe", tokens=768, offload=1.0, recompute="elementwise"),
-    replace(FEW, family="gemma3", precision="bf16", tokens=1536, offload=1.0),
 ]
 
 
@@ -39,7 +36,6 @@ OF_HYBRIDS = [
     replace(FEW, family="qwen3_5", offload=1.0),
     replace(FEW, family="qwen3_5", degree=2, recompute="layer"),
     replace(FEW, family="qwen3_5", precision="bf16", tokens=1536, documents=8),
-    replace(FEW, family="nemotron_h"),
     replace(FEW, family="nemotron_h", tokens=1024, recompute="layer"),
     replace(FEW, family="nemotron_h", tokens=1024, offload=0.5),
     replace(FEW, family="lfm2", offload=1.0),

@@ -5,15 +5,11 @@ from functools import cache
 
 import pytest
 import torch
-from testing import make_batch, make_plan, tiny_model, tiny_tower_config
-from testing.laid import whole_parameters
+from testing import make_batch, make_plan, run_step, tiny_model, tiny_tower_config
 from testing.tiny import MODEL_TYPES, VOCAB, tiny_family_config
 
-from lengthwise.attention import choose_kernel
-from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
-from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, Computing, ModelSource, build_model, check_computing, choose_layers
 from lengthwise.models.experts import ExpertsNeeds, choose_experts, expert_weights, needs_of
 from lengthwise.models.families import FAMILIES
@@ -40,12 +36,9 @@ def run(family, experts, precision):
     """Return (loss, gradients, what was said) of a step of one rank."""
     model, said = copy.deepcopy(built(family)), []
     choose_layers(model, Computing(experts=experts), CPU, dtype=DTYPES[precision], say=said.append).put()
-    flat = whole_parameters(model, SoloTransport(), dtype=DTYPES[precision])
     plan = make_plan(1, LENGTHS, PIECES, layers=model.config.num_hidden_layers)
-    batch = make_batch(LENGTHS, vocab=VOCAB)
-    work = run_part(plan, batch, StepContext(model, Mesh(SoloTransport(), 1), choose_kernel(CPU), name="test"))
-    flat.reduce_gradients()
-    return work.loss_sum, flat.gather_gradients(), said
+    found = run_step(model, plan, make_batch(LENGTHS, vocab=VOCAB), precision=precision)
+    return found.loss, found.gradients, said
 
 
 @pytest.mark.parametrize("precision", BARS)

@@ -23,8 +23,8 @@ from lengthwise.models import FAMILIES, check_model_config
 from models.test_models_checkpointing import recomputing
 from tiers import more, some
 
-# One a mechanism that `doors` has not by default: caps, sinks, latent attention, no wrap, repeats, states.
-BY_DEFAULT = {"deepseek_v3", "gemma2", "gpt_oss", "hrm_text", "qwen3_5_text"}
+# One a mechanism that `doors` has not by default: latent attention, capped scores, sinks.
+BY_DEFAULT = {"deepseek_v3", "gemma2", "gpt_oss"}
 LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
 # ctrl has no wrap; hrm_text runs its layers several times, the first times without gradients: refused by their counts.
 NOT_RECOMPUTED = ("ctrl", "hrm_text")

@@ -24,7 +24,7 @@ from transformers.models.llama import modeling_llama
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
-from lengthwise.models import Computing, choose_layers, fused_layers
+from lengthwise.models import fused_layers
 from lengthwise.models.fused_layers import (
     FUSED_FAMILIES,
     FusedNeeds,
@@ -149,15 +149,6 @@ def test_auto_goes_without_and_a_name_is_refused_with_the_reason(changes, reason
         choose_fused("liger", needs(**changes))
     assert refused.value.got.startswith(reason)
     assert refused.value.remedy.startswith(("Set ", "pip install 'liger-kernel>=0.8.5'"))
-
-
-def test_a_run_on_the_cpu_has_none_and_says_nothing():
-    model, said = tiny_model("llama"), []
-    choose_layers(model, Computing(), CPU, dtype=torch.float32, say=said.append).put()
-    assert said == []
-    assert not any("forward" in vars(module) for module in model.modules())
-    with pytest.raises(ConfigError, match="Liger's kernels are for GPUs"):
-        choose_layers(model, Computing(fused_layers="liger"), CPU, dtype=torch.float32).put()
 
 
 def half_gradient(*given):

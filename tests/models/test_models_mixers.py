@@ -8,7 +8,6 @@ from functools import cache, partial
 import pytest
 import torch
 from testing import CountingStore, build_pair, family_difference, make_plan, tiny_family_config
-from testing.pipelines import as_pipeline, pipeline_difference
 
 from lengthwise.attention import PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
@@ -50,25 +49,6 @@ def test_waves_and_offload_keep_states_and_halos_exact(family):
         found = family_difference(pair_of(family), changed, LENGTHS, precision="fp64", **how)
         assert found.loss <= 1e-13
         assert found.gradient <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("family", "kinds"),
-    [
-        more(DELTA, None),
-        (MAMBA2, ["full_attention", "linear_attention", "moe", "mlp"]),  # the last stage mixes no tokens
-    ],
-)
-def test_stages_pass_states_between_their_replicas(family, kinds):
-    pieces = [
-        [Piece(ranks=(0, 1), sequences=(0, 1))],
-        [Piece(ranks=(1, 0), sequences=(4, 5)), Piece(ranks=(1,), sequences=(2, 3))],
-    ]
-    plan = as_pipeline(make_plan(2, LENGTHS, pieces), 2, recompute=("none", "layer"))
-    pair = pair_of(family) if kinds is None else build_pair(family, tiny_family_config(family, {"layer_types": kinds}))
-    found = pipeline_difference(pair, plan, LENGTHS)
-    assert found.loss <= 1e-13
-    assert found.gradient <= 1e-12
 
 
 def test_a_scan_without_the_plan_is_refused_in_a_planned_forward_and_plain_outside_of_one():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from testing import SIZES, make_batch, make_plan
+from testing import SIZES, make_batch, make_plan, tiny_family_config
 from torch import nn
 from transformers import (
     AttentionInterface,
@@ -104,6 +104,8 @@ REFUSED_BY_KEY = [
     (lambda: with_keys(LlamaConfig(**SIZES), attn_logit_softcapping=50.0), ["attn_logit_softcapping: "]),
     (lambda: LlamaConfig(**SIZES, attention_dropout=0.1), ["attention_dropout", "0.1", "Set attention_dropout to 0"]),
     (lambda: OPTConfig(dropout=0.1, layerdrop=0.2), ["layerdrop"]),
+    # Which Hugging Face does not read.
+    (lambda: tiny_family_config("nemotron_h", {"hidden_dropout": 0.1}), ["hidden_dropout: expected 0 ", "got 0.1"]),
     (
         lambda: with_keys(
             Gemma3TextConfig(**SIZES, **GEMMA_LAYERS),
