@@ -1,7 +1,6 @@
 """cuDNN for long blocks on the CPU: its calls on tensors without memory, values through a strict reference."""
 
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from testing import relative_error
@@ -10,7 +9,7 @@ from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 from lengthwise.attention import Block, ReferenceKernel, Saved
 from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.kernels import BlockMask
-from lengthwise.attention.packs import PackKernel, pack_documents
+from lengthwise.attention.packs import PackKernel
 from lengthwise.attention.varlen import VarlenKernel
 
 CPU = torch.device("cpu")
@@ -77,20 +76,3 @@ def test_long_blocks_go_to_one_kernel_and_all_others_to_the_other():
         assert kernel.alone_from is None
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_padding_after_one_long_document_keeps_it_a_long_block():
-    """Rows are rounded up to a multiple, so nearly every document has padding behind it."""
-    kernel, dense, _ = by_length(diagonal_tokens=8)
-    found = []
-    for padding in (0, 12):
-        (pack,) = pack_documents([20], window=None, device=CPU, padding=padding, alone_from=kernel.alone_from)
-        beyond = zip(draw(20), (9, 9, 9, 0), strict=True)
-        q, k, v, grad = (F.pad(x, (0, 0, 0, 0, 0, padding), value=value) for x, value in beyond)
-        block = Block(q=q, k=k, v=v, scale=0.3)
-        out, lse = kernel.forward_pack(block, pack)
-        grads = kernel.backward_pack(grad, block, Saved(out=out, lse=lse), pack)
-        assert not any(each[20:].any() for each in grads)
-        found.append([each[:20] for each in (out, *grads)])
-    assert len(dense.shapes) == 4
-    assert all(relative_error(a, b) < 1e-12 for a, b in zip(*found, strict=True))

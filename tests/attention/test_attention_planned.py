@@ -13,7 +13,6 @@ from attention.whole_documents import TOLERANCES, check, dense, documents, run_s
 from lengthwise.attention import FlashCpuKernel, ReferenceKernel
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
-from lengthwise.program import lower_microbatch, ring_order
 from tiers import some
 
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
@@ -59,14 +58,3 @@ def test_windows_equal_dense_in_tiles_and_over_chunk_borders(kernel):
     plan = make_plan(3, [700, 301, 40], pieces)
     sinks, rows = torch.tensor([1e4, -1e4, 1.0, 30.0], dtype=torch.float64), documents(plan.tokens)
     check(run_strict(plan, rows, kernel, window=150, sinks=sinks), rows, window=150, sinks=sinks)
-
-
-def test_a_rank_computes_one_block_a_ring_step_where_one_will_do():
-    """Both chunks of a later position lie side by side: kernels of GPUs are faster on one block than on two."""
-    piece = Piece(ranks=ring_order(0, 5), sequences=(0, 1))
-    program = lower_microbatch(make_plan(5, [500, 70], [piece]), 0).with_window(1000)  # over everything
-    for rank in range(5):
-        for ring_step in range(1, 5):
-            tasks = program.tasks(rank, ring_step)
-            assert [task.sequence for task in tasks] == [0, 1]
-            assert not any(task.causal for task in tasks)

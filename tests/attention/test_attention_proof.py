@@ -8,9 +8,7 @@ import torch
 from testing.strict import StrictWorld
 from testing.varlen import ReferenceDenseOps, ReferenceFlashAttn, ReferenceVarlenOps
 
-from attention.test_attention_choose import gpu_kernel
 from lengthwise.attention import AttentionNeeds, FlashCpuKernel, ReferenceKernel, choose, choose_kernel
-from lengthwise.attention.abilities import GpuAbilities
 from lengthwise.attention.cuda_kernels import FlashAttnOps
 from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.proof import Proof
@@ -154,16 +152,6 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):
     StrictWorld(3).run(on)
     assert set(kernels.values()) == {ReferenceKernel}
     assert all("wrong on this device: rank 1: lse is off" in each[0] for each in said.values())
-
-
-def test_on_gpus_a_wrong_kernel_makes_room_for_the_next():
-    gpu = GpuAbilities(capability=(9, 0), torch_flash=True, flash3=True, cudnn=91900)
-    bf16 = AttentionNeeds(dtype=torch.bfloat16, head_dim=128)
-    kernel, said = gpu_kernel(gpu, bf16, faults={"flash3": "lse is off", "cudnn": "dq is NaN"})
-    assert kernel.name == "torch flash attention, varlen"
-    assert said.endswith("not flash3: lse is off; not cudnn: dq is NaN")
-    kernel, said = gpu_kernel(gpu, bf16, faults=dict.fromkeys(("flash3", "cudnn", "flash2"), "wrong"))
-    assert kernel.name.startswith("torch efficient")
 
 
 def test_what_the_process_computes_in_fewer_bits_may_differ_by_as_much(monkeypatch):

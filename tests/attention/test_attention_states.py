@@ -1,6 +1,5 @@
 """Scans and convolutions over cut and continued sequences equal those of whole texts, both passes, in fp64."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -170,29 +169,6 @@ def check_convolution(plan, width):
         lambda spans, x: convolve_spans(spans, x["x"][0], Halo(spans, width), convolve)[None],
         lambda x: convolve(x["x"][0])[None],
     )
-
-
-# Trees of three levels with sequences shorter than a convolution: on one rank, over three, and beside a ring.
-TREES = replace(
-    make_plan(
-        3,
-        (9, 2, 6, 1, 7, 3, 8, 2, 1, 11, 4, 3, 5, 12),
-        [
-            [Piece(ranks=(1,), sequences=(0, 1, 2, 3, 4, 5))],
-            [
-                Piece(ranks=(2, 0, 1), sequences=(6, 7, 8, 9, 10, 11), shares=(1.0, 0.0, 2.0)),
-                Piece(ranks=(0,), sequences=(12,)),
-            ],
-            [Piece(ranks=(1, 2), sequences=(13,))],
-        ],
-    ),
-    parents=(None, 0, 1, 1, 0, None, None, 6, 7, 8, 6, 6, None, None),
-)
-
-
-def test_a_sequence_begins_with_the_state_and_the_tokens_of_all_that_it_continues():
-    check_scan(TREES, is_matrix=True)
-    check_convolution(TREES, 7)
 
 
 # One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state.

@@ -94,25 +94,6 @@ def test_joined_blocks_give_what_each_of_them_gives(full_from, window):
         assert all(relative_error(a, b) < 1e-13 for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("strange", ["odd stride", "odd start", "head_dim first", "expanded"])
-def test_varlen_kernel_makes_operands_readable(strange):
-    """Rows off the 16-byte borders, or gaps inside a head, are copied; the reference refuses them."""
-    q, k, v = draw(9)
-    plain = VarlenKernel(ReferenceVarlenOps()).forward(Block(q=q, k=k, v=v, causal=True, scale=0.3))[0]
-    if strange == "odd stride":
-        q = torch.cat((q, q[..., :1]), dim=-1)[..., :8]
-    elif strange == "odd start":
-        q = torch.cat((q.flatten()[:1], q.flatten()))[1:].view(q.shape)
-    elif strange == "head_dim first":
-        q = q.permute(2, 0, 1).contiguous().permute(1, 2, 0)
-    ops = ReferenceVarlenOps()
-    out, lse = VarlenKernel(ops).forward(Block(q=q, k=k, v=v, causal=True, scale=0.3))
-    assert torch.equal(out, plain)
-    grad = torch.ones((), dtype=torch.float64).expand(9, 4, 8) if strange == "expanded" else torch.ones_like(out)
-    wide_lse = torch.cat((lse, lse), dim=1)[:, :9]  # some columns of a larger one, as a ring's blocks have it
-    VarlenKernel(ops).backward(grad, Block(q=q, k=k, v=v, causal=True, scale=0.3), Saved(out=out, lse=wide_lse))
-
-
 def test_efficient_kernel_hands_masked_blocks_to_the_reference():
     q, k, v = draw(9)
     mask = BlockMask(queries=9, keys=9, distance=0, causal=True, window=3)

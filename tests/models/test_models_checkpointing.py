@@ -100,7 +100,7 @@ def test_recomputing_changes_no_bit(family, plan):
 
 @pytest.mark.parametrize(
     ("family", "split", "kind"),
-    [("llama", True, "layer"), *(("gemma3_text", False, kind) for kind in some(RECOMPUTE_KINDS, 1))],
+    [("llama", True, "layer"), *some([("gemma3_text", False, kind) for kind in RECOMPUTE_KINDS], 1)],
 )
 def test_messages_are_those_that_the_order_check_counts(family, split, kind):
     """Rings run again under `layer` and in no other case, in the order that `check_order` proves free of deadlock."""

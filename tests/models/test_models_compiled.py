@@ -13,7 +13,7 @@ from testing.stores import CopyStore
 from testing.tiny import VOCAB
 from torch._dynamo.utils import counters
 
-from engine.sharded_runs import KINDS, WAVES, OneOfSame, in_waves, run, shard
+from engine.sharded_runs import KINDS, WAVES, in_waves, run, shard
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
@@ -22,7 +22,6 @@ from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double
 from lengthwise.models.computing import compiled_forwards
 from lengthwise.run.verify import gradient_differences
-from tiers import more
 
 CPU = torch.device("cpu")
 KERNEL = choose_kernel(CPU)
@@ -85,36 +84,26 @@ def pair(family, *, backend="eager", **changes):
     return Trained(compiled), Trained(model)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of inductor's imports
 @pytest.mark.parametrize(
     ("backend", "bar", "layers", "how"),
     [
         ("eager", 0.0, 1, {}),  # runs what was traced as it was: what differs would be the trace's fault
-        more("inductor", 1e-12, 1, {}),  # what runs on GPUs, as C++ here
+        ("inductor", 1e-12, 1, {}),  # what runs on GPUs, as C++ here
         # aot_eager: whole graphs through autograd, which saves what the graph says.
-        more("aot_eager", 1e-12, 4, {"recompute": "layer", "offload": 0.5}),
-        more("eager", 1e-12, 4, {"recompute": "all_but_attention", "offload": 0.5}),
-        more("aot_eager", 1e-12, 4, {"recompute": "elementwise", "offload": 0.5}),
+        ("aot_eager", 1e-12, 4, {"recompute": "layer", "offload": 0.5}),
+        ("eager", 1e-12, 4, {"recompute": "all_but_attention", "offload": 0.5}),
+        ("aot_eager", 1e-12, 4, {"recompute": "elementwise", "offload": 0.5}),
     ],
 )
 def test_microbatches_of_any_length_run_the_same_graphs(backend, bar, layers, how):
     check(*pair("llama", backend=backend, num_hidden_layers=layers), bar, **how)
 
 
-def alone(work, ranks):
-    """Run the first of `ranks` with the others' calls, but not their values."""
-    return [work(OneOfSame(0, ranks))]
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "ranks_per_node", "on"),
-    [
-        more("layer", 3, None, alone),
-        *(more(kind, 3, None, run_ranks) for kind in KINDS),
-        more("none", 4, 2, run_ranks),
-    ],
-)
-def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, ranks_per_node, on):
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("kind", "ranks", "per_node"), [*((kind, 3, None) for kind in KINDS), ("none", 4, 2)])
+def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, per_node):
     """Rings, packs and ranks without tokens, with parameters that are there only while their layer runs."""
     model = tiny_model("llama")
     steps = [((41, 11, 5, 7, 1, 23), WAVES), ((33, 9, 4, 12, 3, 30), WAVES)]
@@ -123,7 +112,7 @@ def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, rank
         own, found, traced = copy.deepcopy(model), [], []
         if compiles:
             put_forwards(own, compiled_forwards(own, backend="eager"))
-        parameters = shard(own, transport, ranks_per_node=ranks_per_node)
+        parameters = shard(own, transport, ranks_per_node=per_node)
         for lengths, waves in steps:
             run(own, parameters, transport, in_waves(make_plan(ranks, lengths, waves, layers=2), kind), lengths)
             parameters.reduce_gradients()
@@ -131,7 +120,7 @@ def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, rank
             traced.append(graphs())
         return found, traced
 
-    expected, found = (on(partial(work, compiles=compiles), ranks) for compiles in (False, True))
+    expected, found = (run_ranks(partial(work, compiles=compiles), ranks) for compiles in (False, True))
     assert not any(any(traced) for _, traced in expected)
     for (got, (first, second)), (want, _) in zip(found, expected, strict=True):
         assert 0 < first == second, "lengths after the first trace nothing"

@@ -82,12 +82,10 @@ def needs(**changes):
     [
         ("auto", {}, "grouped_mm", "experts in bf16 on a GPU"),
         ("auto", {"on_gpu": False}, "eager", "this is not bf16 on a GPU"),
-        ("auto", {"dtype": torch.float32}, "eager", "this is not bf16 on a GPU"),
         ("auto", {"dtype": torch.float64}, "eager", "grouped products take bf16 and fp32, not float64"),
         ("auto", {"rows_bytes": (60, 64)}, "eager", "need rows of whole 16 bytes, and this model's have (60, 64)"),
         ("auto", {"capability": (7, 5)}, "eager", "need compute capability 8.0, and this GPU has 7.5"),
         ("auto", {"replaceable": False}, "eager", "this family computes its experts itself"),
-        ("grouped_mm", {"on_gpu": False}, "grouped_mm", "it is asked for"),
         ("eager", {}, "eager", "it is asked for"),
     ],
 )
@@ -98,16 +96,6 @@ def test_which_experts_and_why(asked, changes, implementation, reason):
     if implementation == "eager" and reason not in ("this is not bf16 on a GPU", "it is asked for"):
         with pytest.raises(ConfigError, match=r"Set experts: auto, or eager\."):
             choose_experts("grouped_mm", needs(**changes))
-
-
-def test_only_this_model_changes():
-    """`verify` builds a plain model from the same source."""
-    source = ModelSource(name="mixtral", config=tiny_family_config("mixtral"), weights=False)
-    model, plain = build_model(source, seed=3), build_model(source, seed=3, attention="sdpa")
-    choose_layers(model, Computing(experts="grouped_mm"), CPU, dtype=torch.float32).put()
-    assert model.config._experts_implementation == "grouped_mm"
-    assert plain.config._experts_implementation == "eager"
-    assert build_model(source, seed=3).config._experts_implementation == "eager"
 
 
 def test_experts_inside_a_wrapper_compute_as_is_said():

@@ -88,8 +88,12 @@ ENGINE_KEYS = {
     "by part": {"_attn_implementation": {"": "org/kernels"}},
     "experts": {"_experts_implementation": "grouped_mm", "experts_implementation": "batched_mm"},
     "by layer": {"per_layer_config": {"1": {"_attn_implementation": "org/kernels"}}},
-    "fusion": {"fusion_config": {"patch_embeddings": True}},
-    "outputs": {"output_attentions": True, "output_hidden_states": True, "return_dict": False},
+    "fusion and outputs": {
+        "fusion_config": {"patch_embeddings": True},
+        "output_attentions": True,
+        "output_hidden_states": True,
+        "return_dict": False,
+    },
 }
 
 

@@ -1,7 +1,6 @@
 """LoRA adapters: the same start everywhere, files that peft opens, and what is refused."""
 
 import json
-import os
 import re
 from functools import cache
 
@@ -160,11 +159,6 @@ def tensors(change):
     return spoil
 
 
-def pipe(folder):
-    (folder / "adapter_model.safetensors").unlink()
-    os.mkfifo(folder / "adapter_model.safetensors")
-
-
 EMBEDDING = "base_model.model.model.embed_tokens.base_layer.weight"
 
 
@@ -173,7 +167,6 @@ EMBEDDING = "base_model.model.model.embed_tokens.base_layer.weight"
     [
         (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json"),
         (lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"x" * 20), "adapter_model.safetensors"),
-        (pipe, "without such a file"),
         (edit(peft_type="IA3"), "IA3"),
         (edit(use_dora=True), "use_dora=True"),
         (edit(some_new_trick=3), "some_new_trick=3"),

@@ -18,7 +18,7 @@ from lengthwise.attention import FlashCpuKernel, PlannedAttention
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused, Problems
 from lengthwise.core.plan import Piece
-from lengthwise.models import ModelSource, build_model, check_model_config, families, model_loss
+from lengthwise.models import ModelSource, build_model, check_model_config, model_loss
 from lengthwise.models.adapter import AskedMask
 from lengthwise.models.families import reasons
 from lengthwise.program import lower_plan
@@ -68,14 +68,6 @@ def test_refused_layers_are_named_with_what_they_need(model_type, layer, needed)
     assert layer in said
     assert "plain TRL" in said
     assert any(needed in each for _, _, each in reasons(config)), "for docs/families.md"
-
-
-def test_family_that_is_only_not_proved_is_told_so(monkeypatch):
-    monkeypatch.setattr(families, "FAMILIES", ())
-    said = refusal(LlamaConfig(**SIZES))
-    assert "llama: model.layers.0.self_attn (LlamaAttention), one of 2" in said
-    assert "plain TRL" in said
-    assert "python benchmarks/families.py llama" in reasons(LlamaConfig(**SIZES))[0][2]
 
 
 def test_windows_that_only_a_mask_knows_are_refused():

@@ -5,13 +5,9 @@ import copy
 import pytest
 import torch
 from testing import VARIANTS, build_pair, family_difference, make_plan, tiny_family_config
-from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import check_model_config, plain_output
-from lengthwise.models.rope import sequence_lengths
 from tiers import some
 
 KINDS = ("llama, rope dynamic", "llama, rope longrope", "phi3, rope longrope")
@@ -50,19 +46,3 @@ def test_reference_has_no_memory_of_longer_sequences():
         ids = torch.randint(48, (length,), generator=generator)
         wanted = copy.deepcopy(fresh)(input_ids=ids[None], use_cache=False).logits
         assert torch.equal(plain_output(used, ids).logits, wanted)
-
-
-def test_rotary_module_of_one_layer_is_refused():
-    """Recomputation would run it again, outside the block that knows the lengths."""
-
-    class Layer(GradientCheckpointingLayer):
-        def __init__(self, rotary):
-            super().__init__()
-            self.rotary = rotary
-
-    model = nn.ModuleDict({"layer": Layer(pair_of(KINDS[0])["planned"].model.rotary_emb)})
-    with (
-        pytest.raises(ModelRefused, match=r"layer\.rotary \(LlamaRotaryEmbedding\).*lengths of sequences"),
-        sequence_lengths(model, []),
-    ):
-        pass

@@ -99,6 +99,7 @@ def test_parts_of_any_cut_sum_to_hugging_faces_loss_over_all_rows(seed, layers, 
         assert (got - want).norm() <= 1e-12 * want.norm() + 1e-17
 
 
+@pytest.mark.exhaustive
 def test_every_family_with_hugging_faces_balance_loss_has_ours():
     """A family that gains the loss, or a changed formula, must be looked at before it is trained with it."""
     texts = set(FAMILIES) & set(MODEL_TYPES)
