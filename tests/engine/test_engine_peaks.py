@@ -50,7 +50,8 @@ def test_the_peak_of_a_rank_is_predicted(cell):
     assert predicted_by_formula(cell) / measured == pytest.approx(1, abs=0.05)
 
 
-@pytest.mark.parametrize("cell", some(OF_HYBRIDS, -1), ids=str)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cell", OF_HYBRIDS, ids=str)
 def test_the_peak_of_a_hybrid_is_predicted(cell):
     """From small passes: formulas count states as kernels on GPUs keep them, the CPU's scans keep more."""
     assert predicted_at_start(cell) / measured_peak(cell) == pytest.approx(1, abs=0.05)

@@ -63,27 +63,6 @@ def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-def check(compiled, plain, bar, **options):
-    """Compare step by step; the lengths after the first may trace nothing."""
-    traced = []
-    for lengths in LENGTHS:
-        (want, expected), before = plain.run(lengths, **options), graphs()
-        found, gradients = compiled.run(lengths, **options)
-        assert abs(found - want) <= bar * want
-        assert max(gradient_differences(gradients, expected).values()) <= bar
-        traced.append(graphs() - before)
-    assert traced[0] > 1
-    assert not any(traced[1:]), f"graphs traced at each step: {traced}"
-
-
-def pair(family, *, backend="eager", **changes):
-    model = tiny_model(family, changes)
-    compiled = copy.deepcopy(model)
-    said = put_forwards(compiled, compiled_forwards(compiled, backend=backend))
-    assert said.startswith(f"{model.config.num_hidden_layers} layers are compiled around their attention")
-    return Trained(compiled), Trained(model)
-
-
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of inductor's imports
 @pytest.mark.parametrize(
@@ -98,7 +77,20 @@ def pair(family, *, backend="eager", **changes):
     ],
 )
 def test_microbatches_of_any_length_run_the_same_graphs(backend, bar, layers, how):
-    check(*pair("llama", backend=backend, num_hidden_layers=layers), bar, **how)
+    """Step by step; the lengths after the first may trace nothing."""
+    model, traced = tiny_model("llama", {"num_hidden_layers": layers}), []
+    own = copy.deepcopy(model)
+    said = put_forwards(own, compiled_forwards(own, backend=backend))
+    assert said.startswith(f"{layers} layers are compiled around their attention")
+    compiled, plain = Trained(own), Trained(model)
+    for lengths in LENGTHS:
+        (want, expected), before = plain.run(lengths, **how), graphs()
+        found, gradients = compiled.run(lengths, **how)
+        assert abs(found - want) <= bar * want
+        assert max(gradient_differences(gradients, expected).values()) <= bar
+        traced.append(graphs() - before)
+    assert traced[0] > 1
+    assert not any(traced[1:]), f"graphs traced at each step: {traced}"
 
 
 @pytest.mark.exhaustive
