@@ -1,4 +1,4 @@
-"""cuDNN for long blocks on the CPU: its calls on tensors without memory, values through a strict reference."""
+"""cuDNN for long blocks on the CPU: where it is taken, and values through a strict reference."""
 
 import torch
 from hypothesis import example, given

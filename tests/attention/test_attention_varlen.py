@@ -1,4 +1,4 @@
-"""GPU kernels without a GPU: what they are handed, which is chosen and why, and that a pack is one call."""
+"""GPU kernels without a GPU: how many calls a step makes, and what joined and masked blocks give."""
 
 from dataclasses import replace
 from functools import partial

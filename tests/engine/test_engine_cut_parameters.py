@@ -1,4 +1,4 @@
-"""Parameters cut over ranks by units, under plans in lock-step: gradients, updates, memory, offload, checkpoints."""
+"""Parameters cut over ranks by units, under plans in lock-step: gradients, memory, and values that are away."""
 
 import copy
 import random

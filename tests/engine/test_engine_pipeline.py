@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,18 +24,15 @@ CONFIGS = {
     "qwen3": ("qwen3", {**SIZES, "layer_types": None}),
     "gemma2, windows, capped scores": ("gemma2", {**SIZES, **WINDOWS}),
     "gemma3, windows": ("gemma3_text", {**SIZES, **WINDOWS}),
-    "gpt-oss, sinks": ("gpt_oss", {**SIZES, **WINDOWS}),
-    "gpt-oss, router loss": ("gpt_oss", {**SIZES, **WINDOWS, **ROUTERS}),
+    "gpt-oss, sinks, router loss": ("gpt_oss", {**SIZES, **WINDOWS, **ROUTERS}),
     "qwen3-moe, router loss, a dense layer": ("qwen3_moe", {**SIZES, **ROUTERS, "mlp_only_layers": [0]}),
 }
-PAIRS: dict[str, dict] = {}
 
 
+@cache
 def pair_of(name: str):
-    if name not in PAIRS:
-        family, changes = CONFIGS[name]
-        PAIRS[name] = build_pair(family, tiny_family_config(family, changes))
-    return PAIRS[name]
+    family, changes = CONFIGS[name]
+    return build_pair(family, tiny_family_config(family, changes))
 
 
 @costliest

@@ -1,4 +1,4 @@
-"""Scans and convolutions of hybrid models: waves, offload and stages, and calls without a plan."""
+"""Scans and convolutions of hybrid models: waves and offload, and calls without a plan."""
 
 import copy
 import functools

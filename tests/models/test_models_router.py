@@ -1,6 +1,7 @@
 """The balance loss from counts equals Hugging Face's function on all rows together, however the rows are cut."""
 
 import itertools
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,12 @@ def test_balance_loss_around_a_text_part_is_that_of_hugging_faces_own_class(whol
     assert found.loss + 0.5 * found.router_loss == pytest.approx(output.loss.item(), rel=1e-13)
     expected = {name: each.grad for name, each in models["plain"].named_parameters() if each.requires_grad}
     assert max(gradient_differences(found.gradients, expected).values()) < 1e-12
+
+
+def test_run_file_page_names_the_families_with_the_loss():
+    page = (Path(__file__).parents[2] / "docs/run-file.md").read_text()
+    named = page.partition("Families with such a loss:")[2].partition("; the others are refused")[0]
+    assert re.findall(r"\w+", named.replace("(`aux_loss_coef`)", "")) == list(ROUTER_FAMILIES)
 
 
 ASKED = {"output_router_logits": True}
