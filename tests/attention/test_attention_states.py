@@ -174,11 +174,12 @@ def check_convolution(plan, width):
 # One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state.
 EMPTY = make_plan(
     3,
-    (9, 1, 4),
+    (9, 1, 4, 17),
     [
         Piece(ranks=(0, 1, 2), sequences=(0,), shares=(1.0, 0.0, 1.0)),
         Piece(ranks=(2, 1, 0), sequences=(1,)),
         Piece(ranks=(1,), sequences=(2,)),
+        Piece(ranks=(0, 2, 1), sequences=(3,)),  # whose maps do not commute
     ],
 )
 
