@@ -1,24 +1,16 @@
-"""cuDNN for long blocks on the CPU: its calls on tensors without memory, values through a strict reference."""
+"""cuDNN for long blocks on the CPU: where it is taken, and values through a strict reference."""
 
-import re
-from pathlib import Path
-
-import numpy as np
-import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from testing import relative_error
 from testing.varlen import ReferenceDenseOps, ReferenceVarlenOps
 
 from lengthwise.attention import Block, ReferenceKernel, Saved
-from lengthwise.attention.cudnn import DIAGONAL_TOKENS, FULL_TOKENS, ByLengthKernel, DenseKernel
+from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.kernels import BlockMask
-from lengthwise.attention.packs import PackKernel, pack_documents
+from lengthwise.attention.packs import PackKernel
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.cost import named_hardware
-from lengthwise.cost.blocks import speed_shares
 
 CPU = torch.device("cpu")
 
@@ -84,45 +76,3 @@ def test_long_blocks_go_to_one_kernel_and_all_others_to_the_other():
         assert kernel.alone_from is None
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def test_padding_after_one_long_document_keeps_it_a_long_block():
-    """Rows are rounded up to a multiple, so nearly every document has padding behind it."""
-    kernel, dense, _ = by_length(diagonal_tokens=8)
-    found = []
-    for padding in (0, 12):
-        (pack,) = pack_documents([20], window=None, device=CPU, padding=padding, alone_from=kernel.alone_from)
-        beyond = zip(draw(20), (9, 9, 9, 0), strict=True)
-        q, k, v, grad = (F.pad(x, (0, 0, 0, 0, 0, padding), value=value) for x, value in beyond)
-        block = Block(q=q, k=k, v=v, scale=0.3)
-        out, lse = kernel.forward_pack(block, pack)
-        grads = kernel.backward_pack(grad, block, Saved(out=out, lse=lse), pack)
-        assert not any(each[20:].any() for each in grads)
-        found.append([each[:20] for each in (out, *grads)])
-    assert len(dense.shapes) == 4
-    assert all(relative_error(a, b) < 1e-12 for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.parametrize("gpu", ["h100", "h200"])
-def test_prices_jump_where_the_kernel_changes_and_are_near_the_measured_blocks(gpu):
-    """Within 15 % of the table in docs/gpu.md; a ring's block of t x t/2 tokens runs as a square one of equal area."""
-    hardware = named_hardware(gpu)
-    curves = {"before it": hardware.block_efficiency, "all": hardware.ring_efficiency}
-    limits = {"before it": DIAGONAL_TOKENS, "all": 2 * FULL_TOKENS}  # tokens of a rank
-    for sees, curve in curves.items():
-        below, at = speed_shares(curve, np.array([limits[sees] - 1.0, limits[sees]]))
-        assert at / below > 1.4
-    page = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
-    row = r"^\| (torch flash attention, varlen|cuDNN) \| ([\d,]+) \| (before it|all) \| ([\d.]+) \|"
-    rows = re.findall(row, page, re.MULTILINE)
-    assert len(rows) == 20
-    for kernel, shown, sees, seconds in rows:
-        tokens = float(shown.replace(",", ""))
-        of_rank = tokens * (1 if sees == "before it" else 2**0.5)
-        just_below = of_rank == limits[sees] and kernel != "cuDNN"
-        if (kernel == "cuDNN") != (of_rank >= limits[sees]) and not just_below:
-            continue  # the engine takes the other kernel there
-        share = float(speed_shares(curves[sees], np.array([of_rank - just_below]))[0])
-        flops = 7 * 32 * 128 * tokens**2 * (1 if sees == "before it" else 2)
-        priced = flops / (share * hardware.attention_efficiency * hardware.peak_flops_per_second)
-        assert priced == pytest.approx(float(seconds), rel=0.15), (kernel, tokens, sees)

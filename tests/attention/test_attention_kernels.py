@@ -24,12 +24,12 @@ LAYOUTS = {  # order in memory, seen from (tokens, heads, head_dim)
 
 
 def draw(q_len, kv_len, heads, kv_heads, dtype, *, layout="tokens first", dim=8):
-    """Make q, k, v, grad_out: every other token and the first heads of larger tensors, in a layout of memory."""
+    """Make q, k, v, grad_out: every other token, the first heads and an odd start of larger tensors, in a layout."""
     random = torch.Generator().manual_seed(0)
-    wide = torch.randn(4, 2 * max(q_len, kv_len), heads + 1, dim, generator=random, dtype=torch.float64).to(dtype)
+    wide = torch.randn(4, 2 * max(q_len, kv_len), heads + 1, dim + 1, generator=random, dtype=torch.float64).to(dtype)
     order = LAYOUTS[layout]
     back = [order.index(axis) for axis in range(3)]
-    q, k, v, g = (x.permute(order).contiguous().permute(back)[::2] for x in wide)
+    q, k, v, g = (x.permute(order).contiguous().permute(back)[::2, :, 1:] for x in wide)
     return q[:q_len, :heads], k[:kv_len, :kv_heads], v[:kv_len, :kv_heads], g[:q_len, :heads]
 
 
@@ -101,11 +101,3 @@ def test_merge_does_not_overflow(dtype):
         assert torch.allclose(out.double(), weights @ torch.tensor([3.0, 5.0], dtype=torch.float64), rtol=1e-6)
         want = torch.logsumexp(torch.tensor([low, high], dtype=torch.float64), 0)
         assert torch.allclose(lse.double(), want, rtol=1e-6)
-
-
-def test_kernels_survive_scores_of_ten_thousand():
-    q, k, v, g = draw(9, 9, 2, 2, torch.float32)
-    for kernel in KERNELS:
-        found = both(kernel, q * 1e4, k, v, g, causal=True, scale=1.0)
-        assert all(x.isfinite().all() for x in found), kernel.name
-        assert found[1].abs().max() > 1e3

@@ -9,17 +9,15 @@ from testing import (
     RecordingTransport,
     make_plan,
     relative_error,
-    run_ranks,
 )
 from testing.varlen import ReferenceVarlenOps
 
 from attention.whole_documents import TOLERANCES, check, dense, documents, run_strict
 from lengthwise.attention import FlashCpuKernel, ReferenceKernel
-from lengthwise.attention.ring_steps import ring_steps_of
 from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
-from lengthwise.program import MutualSpans, lower_microbatch, ring_order
-from tiers import more
+from lengthwise.program import MutualSpans, ring_order
+from tiers import more, some
 
 KERNELS = (FlashCpuKernel(), ReferenceKernel(), VarlenKernel(ReferenceVarlenOps()))
 
@@ -37,7 +35,7 @@ def test_planned_sums_bf16_gradients_in_fp32():
         assert relative_error(a, c) <= 1.5 * relative_error(b, c) + 1e-4, name
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
+@pytest.mark.parametrize("dtype", some(TOLERANCES, -1), ids=str)
 @pytest.mark.parametrize(
     "piece",
     [Piece(ranks=(1,), sequences=(0, 1, 2)), Piece(ranks=(0, 2, 1), sequences=(0, 1, 2))],
@@ -58,31 +56,12 @@ def test_packed_documents_do_not_see_each_other_bit_for_bit(dtype, piece):
         assert all(map(torch.equal, found[0], attended(documents([17, other, 23], dtype))[0]))
 
 
-def test_planned_equals_dense_on_gloo():
-    ring = 0, 2, 4, 3, 1
-    plan = make_plan(
-        5,
-        [61, 5, 1, 18, 11],
-        [
-            [Piece(ranks=ring, sequences=(0,)), Piece(ranks=(1,), sequences=(1,))],
-            Piece(ranks=ring[::-1], sequences=(2, 3)),
-            Piece(ranks=(0, 1), sequences=(4,), heads=2, shares=(2, 1)),
-        ],
-    )
-    rows = documents(plan.tokens, torch.float64)
-    found = run_strict(plan, rows, run=run_ranks)
-    check(found, rows)
-    for one, other in zip(found[0], run_strict(plan, rows)[0], strict=True):
-        assert all(map(torch.equal, one, other))
-
-
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
-@pytest.mark.parametrize("window", [1, 150])
-def test_windows_equal_dense_in_tiles_and_over_chunk_borders(kernel, window):
+def test_windows_equal_dense_in_tiles_and_over_chunk_borders(kernel):
     pieces = [Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1, 2))]
     plan = make_plan(3, [700, 301, 40], pieces)
-    sinks, rows = torch.tensor([1.0, 0.0, -1.0, 30.0], dtype=torch.float64), documents(plan.tokens)
-    check(run_strict(plan, rows, kernel, window=window, sinks=sinks), rows, window=window, sinks=sinks)
+    sinks, rows = torch.tensor([1e4, -1e4, 1.0, 30.0], dtype=torch.float64), documents(plan.tokens)
+    check(run_strict(plan, rows, kernel, window=150, sinks=sinks), rows, window=150, sinks=sinks)
 
 
 def both_ways(lengths, seed):
@@ -119,31 +98,3 @@ def test_tokens_of_an_image_see_each_other_wherever_it_is_cut(kernel, window, ra
     for in_windows in (False, True):
         found = run_strict(plan, rows, kernel, window=window, mutual=MutualSpans(spans=spans, in_windows=in_windows))
         check(found, rows, window=window, mutual=spans if window or not in_windows else ())
-
-
-def test_sinks_of_any_size_do_not_overflow():
-    plan = make_plan(2, [30], [Piece(ranks=(0, 1), sequences=(0,))])
-    sinks, rows = torch.tensor([1e4, -1e4, 700.0, -700.0], dtype=torch.float64), documents(plan.tokens)
-    check(run_strict(plan, rows, window=7, sinks=sinks), rows, window=7, sinks=sinks)
-
-
-def test_a_rank_lowers_its_own_part_alone():
-    piece = Piece(ranks=ring_order(0, 256, 4), sequences=(0,), heads=4)
-    program = lower_microbatch(make_plan(256, [64 * 256], [piece]), 0)
-    forward, backward = (ring.steps for ring in ring_steps_of(program, 5, None))
-    assert not {"forward_rounds", "backward_rounds"} & vars(program).keys()
-    assert len(forward) == 64
-    assert sum(len(each.sends) for each in forward) == 63
-    assert sum(len(each.sends) for each in backward) == 2 * 63
-    assert sum(len(each.tasks) for each in forward) <= 4 * 64
-
-
-def test_a_rank_computes_one_block_a_ring_step_where_one_will_do():
-    """Both chunks of a later position lie side by side: kernels of GPUs are faster on one block than on two."""
-    piece = Piece(ranks=ring_order(0, 5), sequences=(0, 1))
-    program = lower_microbatch(make_plan(5, [500, 70], [piece]), 0).with_window(1000)  # over everything
-    for rank in range(5):
-        for ring_step in range(1, 5):
-            tasks = program.tasks(rank, ring_step)
-            assert [task.sequence for task in tasks] == [0, 1]
-            assert not any(task.causal for task in tasks)

@@ -8,15 +8,12 @@ import torch
 from testing.strict import StrictWorld
 from testing.varlen import ReferenceDenseOps, ReferenceFlashAttn, ReferenceVarlenOps
 
-from attention.test_attention_choose import gpu_kernel
 from lengthwise.attention import AttentionNeeds, FlashCpuKernel, ReferenceKernel, choose, choose_kernel
-from lengthwise.attention.abilities import GpuAbilities
 from lengthwise.attention.cuda_kernels import FlashAttnOps
 from lengthwise.attention.cudnn import ByLengthKernel, DenseKernel
 from lengthwise.attention.proof import Proof
 from lengthwise.attention.proof_cases import prove_kernel
 from lengthwise.attention.varlen import VarlenKernel
-from lengthwise.core.errors import ConfigError
 from lengthwise.models import keep_double
 
 CPU = torch.device("cpu")
@@ -34,8 +31,10 @@ def by_length():
     return ByLengthKernel(DenseKernel(ReferenceDenseOps()), VarlenKernel(ReferenceVarlenOps()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-@pytest.mark.parametrize("kernel", [FlashCpuKernel, ReferenceKernel, by_length])
+@pytest.mark.parametrize(
+    ("kernel", "dtype"),
+    [(FlashCpuKernel, torch.float32), (ReferenceKernel, torch.float64), (by_length, torch.bfloat16)],
+)
 def test_kernels_that_are_right_pass(kernel, dtype):
     assert fault_of(kernel(), needs(dtype, head_dim=8, heads=6, kv_heads=3)) is None
 
@@ -70,8 +69,6 @@ class Broken(VarlenKernel):
             own = super()._forward(block, documents)
             saved = replace(saved, out=own[0], lse=own[1])
         dq, dk, dv = super()._backward(grad_out, block, saved, self._wider(documents))
-        if self.what == "dq times 1.01":
-            dq = dq * 1.01
         return dq, dk, dv
 
     def _wider(self, documents):
@@ -84,7 +81,6 @@ class Broken(VarlenKernel):
     ("what", "named"),
     [
         ("lse times 1.01", "causal block of 72 tokens, heads of 16, bfloat16: lse is off by 0.0"),
-        ("dq times 1.01", "causal block of 72 tokens, heads of 16, bfloat16: dq is "),
         ("window off by one", "tile of a window of 24 tokens, heads of 16, bfloat16: out is off by 0."),
         ("NaN in the last document", "documents of 1 to 200 tokens, heads of 16, bfloat16: out is not finite"),
         ("raises on few rows", "full block of 5 queries and 9 keys, heads of 16, bfloat16: RuntimeError: no kernel"),
@@ -140,16 +136,6 @@ def test_auto_names_a_wrong_kernel_and_takes_the_next(wrong_flash):
         choose_kernel(CPU, AttentionNeeds(head_dim=16))
 
 
-def test_where_every_kernel_is_wrong_all_are_named(wrong_flash, monkeypatch):
-    monkeypatch.setattr(choose, "ReferenceKernel", lambda **_: WrongOnCpu())
-    with pytest.raises(ConfigError) as refused:
-        choose_kernel(CPU, AttentionNeeds(head_dim=16), say=[].append)
-    assert "flash_cpu: causal block" in refused.value.got
-    assert "reference: causal block" in refused.value.got
-    with pytest.raises(ConfigError, match="got reference: causal block of 72 tokens"):
-        choose_kernel(CPU, AttentionNeeds(head_dim=16), implementation="reference", say=[].append)
-
-
 def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):
     kernels, said, here = {}, {rank: [] for rank in range(3)}, threading.local()
 
@@ -166,16 +152,6 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):
     StrictWorld(3).run(on)
     assert set(kernels.values()) == {ReferenceKernel}
     assert all("wrong on this device: rank 1: lse is off" in each[0] for each in said.values())
-
-
-def test_on_gpus_a_wrong_kernel_makes_room_for_the_next():
-    gpu = GpuAbilities(capability=(9, 0), torch_flash=True, flash3=True, cudnn=91900)
-    bf16 = AttentionNeeds(dtype=torch.bfloat16, head_dim=128)
-    kernel, said = gpu_kernel(gpu, bf16, faults={"flash3": "lse is off", "cudnn": "dq is NaN"})
-    assert kernel.name == "torch flash attention, varlen"
-    assert said.endswith("not flash3: lse is off; not cudnn: dq is NaN")
-    kernel, said = gpu_kernel(gpu, bf16, faults=dict.fromkeys(("flash3", "cudnn", "flash2"), "wrong"))
-    assert kernel.name.startswith("torch efficient")
 
 
 def test_what_the_process_computes_in_fewer_bits_may_differ_by_as_much(monkeypatch):

@@ -41,11 +41,9 @@ class OneOfSame(Lone):
         output.copy_(source.view(self.world_size, -1)[0])
 
 
-def in_waves(plan, *recompute, offload=0.0):
+def in_waves(plan, *recompute):
     kinds = recompute or ("none",)
-    microbatches = [
-        replace(each, recompute=kinds[i % len(kinds)], offload=offload) for i, each in enumerate(plan.microbatches)
-    ]
+    microbatches = [replace(each, recompute=kinds[i % len(kinds)]) for i, each in enumerate(plan.microbatches)]
     requires = tuple(sorted({*plan.requires, "waves"}))
     return replace(plan, microbatches=tuple(microbatches), schedule={"kind": "waves"}, requires=requires)
 

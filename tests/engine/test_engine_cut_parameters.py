@@ -1,4 +1,4 @@
-"""Parameters cut over ranks by units, under plans in lock-step: gradients, updates, memory, offload, checkpoints."""
+"""Parameters cut over ranks by units, under plans in lock-step: gradients, memory, and values that are away."""
 
 import copy
 import random
@@ -9,15 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import (
-    CountingStore,
     LiveBytes,
     build_pair,
     family_difference,
-    make_batch,
     make_plan,
     random_plan,
     run_ranks,
-    run_step,
     tiny_family_config,
 )
 from testing.laid import whole_parameters
@@ -43,15 +40,9 @@ from tiers import more, some
 FAMILIES_HERE = [each for each in FAMILIES if each not in ("ctrl", "hrm_text")]
 
 
-DEFAULT = ("gemma3_text", "qwen3_moe")
-
-
 @pytest.mark.parametrize(
     ("family", "ranks", "ranks_per_node"),
-    [
-        *some([(name, 3, 3) for name in FAMILIES_HERE], *map(FAMILIES_HERE.index, DEFAULT)),
-        *some([(name, 4, 2) for name in ("qwen3_moe", "gemma3_text", "llama")]),
-    ],
+    [*some([(name, 3, 3) for name in FAMILIES_HERE], FAMILIES_HERE.index("gemma3_text")), ("qwen3_moe", 4, 2)],
 )
 def test_gradients_are_those_of_one_process(family, ranks, ranks_per_node):
     """Whatever is computed again, a loss in chunks, experts without tokens, and ranks that have nothing in a wave.
@@ -104,47 +95,6 @@ def test_gradients_of_any_waves_are_those_of_one_process(data):
     assert max(found.loss, found.gradient) <= 1e-11
 
 
-def test_a_rank_keeps_its_part_and_gathers_two_units(monkeypatch):
-    """Masters and gradients between steps; in a wave two units beside those that stay, and one sum in fp32."""
-    model = build(num_hidden_layers=4, tie_word_embeddings=False)
-    plan = in_waves(make_plan(4, LENGTHS, WAVES, layers=4), "layer")
-    seen = []
-    gather, reduce = UnitPart.gather, UnitPart.reduce
-
-    def work(transport):
-        own = copy.deepcopy(model)
-        parameters = shard(own, transport, torch.bfloat16, 2)
-        units = parameters._waves._parts
-
-        def note():
-            held = [part._whole.untyped_storage().nbytes() for parts in units for part in parts]
-            sums = [part for parts in units for part in parts if part._sum is not None]
-            seen.append((sum(each > 0 for each in held), len(sums)))
-
-        if transport.rank == 0:
-            mine = {id(part) for parts in units for part in parts}
-            for name, call in (("gather", gather), ("reduce", reduce)):
-
-                def noted(self, *arguments, call=call):
-                    call(self, *arguments)
-                    if id(self) in mine:
-                        note()
-
-                monkeypatch.setattr(UnitPart, name, noted)
-        run(own, parameters, transport, plan, dtype=torch.bfloat16)
-        assert not any(part._whole.untyped_storage().nbytes() for parts in units for part in parts)
-        assert all(each.grad is None for each in own.parameters())
-        kept = sum(each.nbytes for each in parameters.tensors())
-        return kept / sum(each.numel() for each in own.parameters())
-
-    assert StrictWorld(4).run(work) == pytest.approx([8 / 4 + 6 / 2] * 4, rel=0.05)
-    assert max(units for units, _ in seen) == 2
-    assert max(sums for _, sums in seen) == 1
-
-
-READS = {"norm": torch.norm, "data": lambda each: each.data + 1, "data_ptr": torch.Tensor.data_ptr}
-
-
 def test_reading_a_value_between_steps_is_an_error_in_words():
     """It was the end of the process: so in one of its own. What needs no value stays, and steps are as before."""
 
@@ -156,13 +106,11 @@ def test_reading_a_value_between_steps_is_an_error_in_words():
             losses.append(run(model, parameters, transport, plan).loss_sum)
             parameters.publish()
             weight = model.model.layers[1].mlp.up_proj.weight
-            for name, read in READS.items():
+            for name, read in (("norm", torch.norm), ("data", lambda each: each.data + 1)):
                 with pytest.raises(ModelRefused, match=f"{name} of a parameter.*lie over the ranks"):
                     read(weight)
             with pytest.raises(ModelRefused, match="a parameter whose values lie over the ranks"):
                 model.model.layers[1].mlp.up_proj(torch.ones(1, weight.shape[1]))
-            with pytest.warns(UserWarning, match="copy construct"):
-                assert torch.tensor(weight).isnan().all()
             assert "lie over the ranks" in f"{weight}"
         return losses
 
@@ -209,17 +157,3 @@ def test_what_is_gathered_is_what_the_memory_model_counts(tied, per_node):
     how = {"ranks": per_node, "ties": tied, "casts": per_node == 4}
     expected = gathered_bytes(layer, 256 * words, dtype_bytes=2, **how)
     assert live.peak_bytes == pytest.approx(expected, rel=0.03)
-
-
-def test_activations_are_offloaded_beside_sharded_parameters_and_no_bit_changes():
-    model = build(num_hidden_layers=3, hidden_size=64)  # what is under 1 KB stays anyhow
-    plan = make_plan(
-        2, (60, 50), [[Piece(ranks=(0, 1), sequences=(0,))], [Piece(ranks=(1,), sequences=(1,))]], layers=3
-    )
-    batch = make_batch((60, 50), vocab=model.config.vocab_size)
-    kept, away = (
-        run_step(model, in_waves(plan, offload=ratio), batch, ranks_per_node=2, make_store=CountingStore)
-        for ratio in (0.0, 1.0)
-    )
-    assert away.offloaded_bytes > kept.offloaded_bytes == 0
-    assert away.has_bits_of(kept)

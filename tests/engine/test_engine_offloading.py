@@ -1,6 +1,5 @@
 """Offload of whole models: the share that a plan asks for, no bit changed, in every way that a microbatch can run."""
 
-import copy
 from dataclasses import replace
 
 import pytest
@@ -14,11 +13,16 @@ from testing import (
     make_plan,
     run_step,
 )
-from transformers import Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from testing.pipelines import as_pipeline, run_pipeline
+from testing.stores import CopyStore
+from testing.tiny import tiny_family_config
+from transformers import GptOssConfig, LlamaConfig
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
+from lengthwise.core.shape import LayerCut
+from lengthwise.cost import Choice, StepMemory, shape_from_config
 from lengthwise.engine.measuring import SmallPasses
 from lengthwise.models import apply_policy, run_layers
 from lengthwise.offload import ActivationSaver, parameter_storages
@@ -26,20 +30,20 @@ from lengthwise.program import lower_plan
 from tiers import some
 
 CPU = torch.device("cpu")
-LAYERS = 5
+LAYERS = 4
 DEEP = {**SIZES, "num_hidden_layers": LAYERS, "head_dim": 8}
 FAMILIES = {
     "llama": LlamaConfig(**DEEP),
-    "gemma3_text": Gemma3TextConfig(
-        **DEEP, query_pre_attn_scalar=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"] * 2 +
-        ["full_attention"]
-    ),
     "gpt_oss": GptOssConfig(
-        **DEEP, num_experts_per_tok=2, num_local_experts=4, sliding_window=6,
-        layer_types=["sliding_attention", "full_attention"] * 2 + ["full_attention"],
+        **DEEP,
+        num_experts_per_tok=2,
+        num_local_experts=4,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        output_router_logits=True,  # a microbatch whose graph is kept from the counting pass goes backward out of turn
+        router_aux_loss_coef=0.5,
     ),
-    "qwen3_moe": Qwen3MoeConfig(**DEEP, num_experts_per_tok=2, num_experts=4, moe_intermediate_size=24),
-}  # fmt: skip
+}
 
 
 def planned_model(family):
@@ -61,8 +65,8 @@ def run(model, plan, batch, precision="fp32", make_store=CountingStore):
     return run_step(model, plan, batch, precision=precision, make_store=make_store)
 
 
-@pytest.mark.parametrize("kind", RECOMPUTE_KINDS)
-@pytest.mark.parametrize("family", some(FAMILIES, 2))
+@pytest.mark.parametrize("kind", some(RECOMPUTE_KINDS, 0, -1))
+@pytest.mark.parametrize("family", some(FAMILIES))
 def test_the_asked_share_of_a_models_activations_goes(family, kind):
     """Of all layers but two, by bytes measured at 64 and 128 rows: within 1 % at 300."""
     model, kernel = planned_model(family), choose_kernel(CPU)
@@ -81,7 +85,7 @@ def test_the_asked_share_of_a_models_activations_goes(family, kind):
         assert away / (saved * (LAYERS - 2) / LAYERS) == pytest.approx(ratio, rel=0.01)
 
 
-@pytest.mark.parametrize("family", some(FAMILIES, 2))
+@pytest.mark.parametrize("family", some(FAMILIES, 1))
 def test_offloading_changes_no_bit(family):
     model, lengths = planned_model(family), (40, 9, 25, 3, 17, 31)
     batch = make_batch(lengths, vocab=48, seed=1, masked=0.2)
@@ -92,9 +96,9 @@ def test_offloading_changes_no_bit(family):
     ]
     plan = make_plan(3, lengths, pieces, layers=LAYERS)
     kinds = RECOMPUTE_KINDS  # over a ring with a pack, a ring and a pack
-    kept = run(model, offloaded(plan, 0.0, kinds=kinds), batch, "bf16")
+    kept = run(model, offloaded(plan, 0.0, kinds=kinds), batch)
     assert kept.offloaded_bytes == 0
-    got = run(model, offloaded(plan, 1.0, 0.3, 0.7, kinds=kinds), batch, "bf16")
+    got = run(model, offloaded(plan, 1.0, 0.3, 0.7, kinds=kinds), batch)
     assert got.offloaded_bytes > 0
     assert got.has_bits_of(kept)
 
@@ -114,14 +118,26 @@ def test_backward_of_a_model_waits_for_no_copy():
     assert store.held == 0
 
 
-def test_a_router_balance_loss_keeps_its_bits():
-    """A microbatch whose graph is kept from the counting pass goes backward out of turn."""
-    config = copy.deepcopy(FAMILIES["qwen3_moe"])
-    config.output_router_logits, config.router_aux_loss_coef = True, 0.5
-    model, lengths = build_pair("qwen3_moe", config)["planned"], (40, 9, 25)
-    batch = make_batch(lengths, vocab=48)
-    pieces = [Piece(ranks=(0, 1), sequences=(0,)), *(Piece(ranks=(r,), sequences=(r + 1,)) for r in (0, 1))]
-    plan = make_plan(2, lengths, pieces, layers=LAYERS)
-    kept, got = (run(model, offloaded(plan, ratio), batch) for ratio in (0.0, 1.0))
-    assert got.offloaded_bytes > 0
-    assert got.has_bits_of(kept)
+def test_a_stage_that_offloads_holds_less_of_every_microbatch():
+    """The first stage keeps p microbatches; of what they saved a window of two layers comes back at once."""
+    lengths, stages = (200,) * 3, 2
+    config = tiny_family_config("llama", {"num_hidden_layers": 6})
+    plan = make_plan(1, lengths, [Piece(ranks=(0,), sequences=(i,)) for i in range(3)], layers=6)
+    peaks, away = {}, {}
+    for ratio in (0.0, 0.5):
+        first, *_ = run_pipeline(
+            build_pair("llama", config)["planned"],
+            offloaded(as_pipeline(plan, stages), ratio),
+            make_batch(lengths, vocab=48),
+            precision="fp32",
+            make_store=lambda _: CopyStore(),
+            watches=True,
+        )
+        peaks[ratio], away[ratio] = first.peak_bytes, first.done.offloaded_bytes / len(lengths)
+    shape, messages = shape_from_config(config.to_dict()), 6 * lengths[0] * config.hidden_size * 4
+    layers = LayerCut(stages=stages, virtual=1)
+    memory = StepMemory(shape=shape, dtype_bytes=4, ranks=1, cut=layers, logits_at_once=None)
+    for ratio, peak in peaks.items():
+        estimate = float(memory.microbatch_bytes(lengths[0], Choice(offload=ratio)))
+        assert estimate * 0.95 < peak < estimate * 1.1 + messages  # sent and to arrive: estimates leave them out
+    assert peaks[0.0] - peaks[0.5] > (stages - 1) * away[0.5] > 0

@@ -7,9 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from testing.laid import whole_parameters
-from testing.strict import StrictWorld
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from lengthwise.comm import Lone, SoloTransport
 from lengthwise.config import OptimizerConfig
@@ -77,35 +75,6 @@ def test_flat_start_needs_no_more_than_is_kept(dtype, a_parameter, world_size):
     assert sum(each.nbytes for each in {id(x): x for x in flat.tensors()}.values()) == live.now_bytes
 
 
-def test_flat_takes_rank_0s_model_into_ranks_without_storage():
-    """Only rank 0 reads weights, and buffers may be weights; tied parameters stay one."""
-
-    def build(rank):
-        with torch.device("cpu" if rank == 0 else "meta"):
-            model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 3, bias=False), nn.Linear(3, 4))
-        model[2].weight = model[0].weight
-        model[2].weight.requires_grad_(True)
-        model[1].weight.requires_grad_(False)
-        model.register_buffer("own", torch.full((2,), float(rank), device="cpu"))
-        model.register_buffer("is_on", torch.tensor(rank > 0, device="cpu"))
-        model.register_buffer("scale", torch.tensor(rank, dtype=torch.float64, device="cpu"), persistent=False)
-        return model
-
-    def work(transport):
-        model = build(transport.rank)
-        whole_parameters(model, transport, dtype=torch.float64, device=torch.device("cpu"))
-        assert model[2].weight is model[0].weight
-        assert model.own.tolist() == [0.0] * 2
-        assert (model.is_on.item(), model.scale.item()) == (False, 0.0)
-        model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
-        return {name: each.tolist() for name, each in model.named_parameters()}
-
-    torch.manual_seed(0)
-    results = StrictWorld(3).run(work)
-    assert set(results[0]) == {"0.weight", "0.bias", "1.weight", "2.bias"}
-    assert results[0] == results[1] == results[2]
-
-
 def test_flat_keeps_fp32_master_weights_of_a_bf16_model_and_adds_gradients_in_fp32():
     model = nn.Linear(3, 1, bias=False)
     model.weight.data.copy_(torch.tensor([[1.0009765625, 2.0, 3.0]]))  # 1 + 2^-10, which bf16 does not have
@@ -123,23 +92,9 @@ def test_flat_keeps_fp32_master_weights_of_a_bf16_model_and_adds_gradients_in_fp
     assert model.weight.grad is None
 
 
-class Reads(TorchFunctionMode):
-    """Counts what waits for a device, and casts."""
-
-    def __init__(self):
-        super().__init__()
-        self.reads = self.casts = 0
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        found = func(*args, **(kwargs or {}))
-        self.reads += func.__name__ in ("tolist", "item", "__bool__", "nonzero", "__int__", "__float__")
-        self.casts += func.__name__ == "to" and found.dtype != args[0].dtype
-        return found
-
-
 @pytest.mark.parametrize("exact_on", [None, torch.device("cpu")])
 def test_what_somebody_wrote_into_values_is_taken_into_exact_ones_and_no_other_entry(exact_on):
-    """By `.data` and by `copy_`; where nobody did, with one read of the device at most, and no second cast."""
+    """By `.data` and by `copy_`; nothing changes where nobody did."""
     model = nn.Sequential(*(nn.Linear(70, 9) for _ in range(5)))
     flat = whole_parameters(
         model, SoloTransport(), dtype=torch.bfloat16, layers=[*model], bucket_entries=1, exact_on=exact_on
@@ -150,9 +105,7 @@ def test_what_somebody_wrote_into_values_is_taken_into_exact_ones_and_no_other_e
         flat.master_weights.mul_(1.01)
         flat.publish()
         expected = [each.clone() for each in exact]
-        with Reads() as seen:
-            flat.take_changes()
-        assert (seen.reads, seen.casts) == ((0, 10) if exact_on is None else (1, 0))
+        flat.take_changes()
         model[3].weight.data[2, step] = 0.3
         with torch.no_grad():
             model[1].bias.copy_(torch.arange(9.0))

@@ -19,7 +19,6 @@ ARGUMENTS = {
     "polynomial": [{}, {"lr_end": 1e-3, "power": 2.0}, {"power": 0.5}],
     "inverse_sqrt": [{}, {"timescale": 7}],
     "warmup_stable_decay": [
-        {"num_decay_steps": 9},
         {"num_decay_steps": 5, "num_stable_steps": 4, "min_lr_ratio": 0.1, "decay_type": "linear"},
         {"num_decay_steps": 30, "num_stable_steps": 0, "decay_type": "1-sqrt", "warmup_type": "cosine"},
         {"num_decay_steps": 6, "warmup_type": "1-sqrt", "min_lr_ratio": 0.2, "num_cycles": 1.5},

@@ -18,11 +18,10 @@ from testing.pipelines import as_pipeline
 from testing.tiny import VARIANTS, VOCAB
 from transformers import AutoModelForCausalLM
 
-from lengthwise.attention import choose_kernel, planned, to_device
-from lengthwise.comm import Mesh, SoloTransport
+from lengthwise.attention import to_device
+from lengthwise.comm import Mesh
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
-from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.stage_share import StageShare
@@ -30,15 +29,14 @@ from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
     FAMILIES,
     Computing,
-    ModelSource,
     ModelStage,
-    build_model,
     choose_model_kernel,
     wrapped_layers,
 )
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.experts import choose_experts, needs_of
 from lengthwise.program.stage_program import cut_layers
+from tiers import more
 
 BF16 = torch.bfloat16
 PACKS = ((9, 12, 6000, 7), [[Piece(ranks=(0,), sequences=(0, 2, 3))], [Piece(ranks=(0,), sequences=(1,))]])
@@ -78,23 +76,21 @@ LONG_FACTORS = ("copy to the device: modeling_rope_utils._compute_longrope_param
 FULL = {"use_sliding_window": False}
 UPDATE_ON_HOST = "copy to the host: optimizer._bring_gradients"
 CASES = {
-    "packs": Case(plan=PACKS),
+    "packs": Case(plan=PACKS, changes=VARIANTS["llama, rope dynamic"][1]),
     "rings, split heads, every kind of recomputation": Case(recompute=KINDS),
     "windows": Case(family="gemma3_text", recompute=KINDS, rank=2),
     "sinks": Case(family="gpt_oss", recompute=("layer",)),
     "grouped experts": Case(family="qwen3_moe", changes=FULL, recompute=KINDS),
     "balance loss of routers": Case(family="mixtral", changes=BALANCE),
-    "dynamic rope": Case(changes=VARIANTS["llama, rope dynamic"][1]),
     "longrope": Case(changes=VARIANTS["llama, rope longrope"][1], once=LONG_FACTORS),
     "adapters": Case(adapters=True),
     "zero3": Case(node=4, recompute=KINDS),
     "hybrid, grouped experts": Case(family="qwen3_moe", changes=FULL, node=2, recompute=KINDS),
-    "first of two stages": Case(stages=2, recompute=KINDS),
     "last of two stages": Case(stages=2, recompute=KINDS, rank=1),
     "activations on the host": Case(changes={"num_hidden_layers": 4}, offload=0.5),
-    "optimizer on the host": Case(host_optimizer=True, end=(UPDATE_ON_HOST,)),
     "optimizer on the host, zero3": Case(node=4, host_optimizer=True, end=(UPDATE_ON_HOST,)),
 }
+DEFAULT = ("packs", "grouped experts", "zero3", "last of two stages", "optimizer on the host, zero3")
 
 
 def model_of(case):
@@ -156,7 +152,7 @@ def run_case(case):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name if name in DEFAULT else more(name) for name in CASES])
 def test_a_step_waits_for_its_device_where_it_must(name):
     """The sums of losses are read once, when all of a step was posted, with its clock, and the norm at its end."""
     case = CASES[name]
@@ -184,14 +180,10 @@ WAITS = {
     "number": lambda x: float(x.sum()),
     "copy to the host": lambda x: x.tolist(),
     "copy to the device": lambda _: HOST.to(META),
-    "copy to the device: not behind it": lambda _: HOST.pin_memory().to(META),
     "copy to the device: of a list": lambda x: torch.tensor([1, 2], device=x.device),
     "index by a mask": lambda x: x[x > 0],
-    "index_put_ by a mask": lambda x: x.__setitem__(x > 0, x[:1]),
     "nonzero": lambda x: x.nonzero(),
     "bincount": lambda x: x.long().bincount(minlength=3),
-    "histc": lambda x: x.histc(3),
-    "_unique2": lambda x: x.unique(),
     "index of a host tensor": lambda x: x[HOST.long()],
 }
 
@@ -206,30 +198,3 @@ def test_waits_are_seen():
         x.histc(3, min=0, max=3)
         x[x.long()] = x * HOST[3]
         assert waits.take() == []
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_the_next_microbatch_is_prepared_before_this_ones_backward(monkeypatch, train):
-    source = ModelSource(name="gemma", config=tiny_family_config("gemma3_text"), weights=False)  # windows in one layer
-    model, told, lengths = build_model(source, seed=0), list[str](), (9, 5, 7)
-    _tell(monkeypatch, told, StepBatch, "tensors", "tensors")
-    _tell(monkeypatch, told, planned, "ring_steps_of", "lowered")
-    _tell(monkeypatch, told, torch.autograd, "backward", "backward")
-    model.register_forward_pre_hook(lambda *_: told.append("forward"))
-    plan = make_plan(1, lengths, [Piece(sequences=(i,), ranks=(0,)) for i in range(3)], layers=2)
-    kernel = choose_kernel(torch.device("cpu"))
-    context = StepContext(model, Mesh(SoloTransport(), 1), kernel, name="test", train=train)
-    run_part(plan, make_batch(lengths, vocab=VOCAB), context)
-    backward, ahead = ["backward"] * train, ["lowered", "lowered", "tensors"]
-    first = ["tensors", "forward", "lowered", "lowered"]  # which windows there are the first one tells
-    assert told == [*first, *ahead, *backward, "forward", *ahead, *backward, "forward", *backward]
-
-
-def _tell(monkeypatch, told, owner, name, word):
-    done = getattr(owner, name)
-
-    def telling(*arguments, **keys):
-        told.append(word)
-        return done(*arguments, **keys)
-
-    monkeypatch.setattr(owner, name, telling)

@@ -13,15 +13,15 @@ from testing.stores import CopyStore
 from testing.tiny import VOCAB
 from torch._dynamo.utils import counters
 
-from engine.sharded_runs import KINDS, WAVES, OneOfSame, in_waves, run, shard
+from engine.sharded_runs import KINDS, WAVES, in_waves, run, shard
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.step import StepContext, run_part
-from lengthwise.models import Computing, choose_layers, keep_double
+from lengthwise.models import keep_double
 from lengthwise.models.computing import compiled_forwards
-from tiers import more
+from lengthwise.run.verify import gradient_differences
 
 CPU = torch.device("cpu")
 KERNEL = choose_kernel(CPU)
@@ -44,97 +44,58 @@ class Trained:
         self._flat = whole_parameters(model, SoloTransport(), dtype=torch.float64)
         self._offloading = Offloading(model, KERNEL, CopyStore())
 
-    def run(self, plan, lengths, *, train=True):
+    def run(self, lengths, **how):
         """Return (loss, gradients), and forget them."""
-        batch = make_batch(lengths, vocab=VOCAB, seed=len(lengths))
-        options = {"name": "test", "train": train, "offloading": self._offloading}
+        packs = [(0,), *(tuple(range(len(lengths)))[start : start + 2] for start in range(1, len(lengths), 2))]
+        pieces, layers = [Piece(ranks=(0,), sequences=each) for each in packs], self.model.config.num_hidden_layers
+        plan = make_plan(1, lengths, pieces, layers=layers)
+        plan = replace(plan, microbatches=tuple(replace(each, **how) for each in plan.microbatches))
+        batch, options = make_batch(lengths, vocab=VOCAB), {"name": "test", "offloading": self._offloading}
         with keep_double(torch.float64):
             work = run_part(plan, batch, StepContext(self.model, Mesh(SoloTransport(), 1), KERNEL, **options))
-        if not train:
-            return work.loss_sum, {}
         self._flat.reduce_gradients()
         gradients = {name: each.clone() for name, each in self._flat.gather_gradients().items()}
         self._flat.grads.zero_()
         return work.loss_sum, gradients
 
 
-def plan_of(lengths, *, layers, recompute="none", offload=None):
-    """The first sequence, then the others in packs of two."""
-    packs = [(0,), *(tuple(range(len(lengths)))[start : start + 2] for start in range(1, len(lengths), 2))]
-    plan = make_plan(1, lengths, [Piece(ranks=(0,), sequences=each) for each in packs], layers=layers)
-    microbatches = (replace(each, recompute=recompute, offload=offload) for each in plan.microbatches)
-    return replace(plan, microbatches=tuple(microbatches))
-
-
-def worst(got, want):
-    """The largest relative L2 difference of a gradient, floored by the median norm, and that of the losses."""
-    norms = {name: each.double().norm().item() for name, each in want[1].items()}
-    floor = 1e-3 * sorted(norms.values())[len(norms) // 2]
-    found = [(got[1][n].double() - want[1][n].double()).norm().item() / max(norms[n], floor) for n in norms]
-    return max(abs(got[0] - want[0]) / abs(want[0]), *found)
-
-
 def graphs():
     return counters["stats"]["unique_graphs"]
 
 
-def check(compiled, plain, bar, **options):
-    """Compare step by step; the lengths after the first may trace nothing."""
-    traced = []
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of inductor's imports
+@pytest.mark.parametrize(
+    ("backend", "bar", "layers", "how"),
+    [
+        ("eager", 0.0, 1, {}),  # runs what was traced as it was: what differs would be the trace's fault
+        ("inductor", 1e-12, 1, {}),  # what runs on GPUs, as C++ here
+        # aot_eager: whole graphs through autograd, which saves what the graph says.
+        ("aot_eager", 1e-12, 4, {"recompute": "layer", "offload": 0.5}),
+        ("eager", 1e-12, 4, {"recompute": "all_but_attention", "offload": 0.5}),
+        ("aot_eager", 1e-12, 4, {"recompute": "elementwise", "offload": 0.5}),
+    ],
+)
+def test_microbatches_of_any_length_run_the_same_graphs(backend, bar, layers, how):
+    """Step by step; the lengths after the first may trace nothing."""
+    model, traced = tiny_model("llama", {"num_hidden_layers": layers}), []
+    own = copy.deepcopy(model)
+    said = put_forwards(own, compiled_forwards(own, backend=backend))
+    assert said.startswith(f"{layers} layers are compiled around their attention")
+    compiled, plain = Trained(own), Trained(model)
     for lengths in LENGTHS:
-        plan = plan_of(lengths, layers=plain.model.config.num_hidden_layers, **options)
-        want = plain.run(plan, lengths)
-        before = graphs()
-        assert worst(compiled.run(plan, lengths), want) <= bar
+        (want, expected), before = plain.run(lengths, **how), graphs()
+        found, gradients = compiled.run(lengths, **how)
+        assert abs(found - want) <= bar * want
+        assert max(gradient_differences(gradients, expected).values()) <= bar
         traced.append(graphs() - before)
     assert traced[0] > 1
     assert not any(traced[1:]), f"graphs traced at each step: {traced}"
 
 
-RECOMPUTED_BY = [("layer", "aot_eager"), ("all_but_attention", "eager"), ("elementwise", "aot_eager")]
-
-
-def pair(family, *, backend="eager", **changes):
-    model = tiny_model(family, changes)
-    compiled = copy.deepcopy(model)
-    said = put_forwards(compiled, compiled_forwards(compiled, backend=backend))
-    assert said.startswith(f"{model.config.num_hidden_layers} layers are compiled around their attention")
-    return Trained(compiled), Trained(model)
-
-
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of inductor's imports
-@pytest.mark.parametrize(
-    ("backend", "bar"),
-    [
-        ("eager", 0.0),  # runs what was traced as it was: what differs would be the trace's fault
-        more("inductor", 1e-12),  # what runs on GPUs, as C++ here
-    ],
-)
-def test_microbatches_of_any_length_run_the_same_graphs(backend, bar):
-    check(*pair("llama", backend=backend, num_hidden_layers=1), bar)
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("recompute", "backend"), RECOMPUTED_BY)
-def test_compiled_layers_are_recomputed_and_offloaded_like_others(recompute, backend):
-    """aot_eager: whole graphs through autograd, which saves what the graph says."""
-    check(*pair("llama", backend=backend, num_hidden_layers=4), 1e-12, recompute=recompute, offload=0.5)
-
-
-def alone(work, ranks):
-    """Run the first of `ranks` with the others' calls, but not their values."""
-    return [work(OneOfSame(0, ranks))]
-
-
-@pytest.mark.parametrize(
-    ("kind", "ranks", "ranks_per_node", "on"),
-    [
-        ("layer", 3, None, alone),
-        *(more(kind, 3, None, run_ranks) for kind in KINDS),
-        more("none", 4, 2, run_ranks),
-    ],
-)
-def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, ranks_per_node, on):
+@pytest.mark.parametrize(("kind", "ranks", "per_node"), [*((kind, 3, None) for kind in KINDS), ("none", 4, 2)])
+def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, per_node):
     """Rings, packs and ranks without tokens, with parameters that are there only while their layer runs."""
     model = tiny_model("llama")
     steps = [((41, 11, 5, 7, 1, 23), WAVES), ((33, 9, 4, 12, 3, 30), WAVES)]
@@ -143,7 +104,7 @@ def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, rank
         own, found, traced = copy.deepcopy(model), [], []
         if compiles:
             put_forwards(own, compiled_forwards(own, backend="eager"))
-        parameters = shard(own, transport, ranks_per_node=ranks_per_node)
+        parameters = shard(own, transport, ranks_per_node=per_node)
         for lengths, waves in steps:
             run(own, parameters, transport, in_waves(make_plan(ranks, lengths, waves, layers=2), kind), lengths)
             parameters.reduce_gradients()
@@ -151,7 +112,7 @@ def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, rank
             traced.append(graphs())
         return found, traced
 
-    expected, found = (on(partial(work, compiles=compiles), ranks) for compiles in (False, True))
+    expected, found = (run_ranks(partial(work, compiles=compiles), ranks) for compiles in (False, True))
     assert not any(any(traced) for _, traced in expected)
     for (got, (first, second)), (want, _) in zip(found, expected, strict=True):
         assert 0 < first == second, "lengths after the first trace nothing"
@@ -167,17 +128,5 @@ def test_waves_of_units_run_the_same_graphs_with_the_same_bits(kind, ranks, rank
 def test_models_that_are_not_compiled_say_so_and_stay_as_they_are(family, said):
     model = tiny_model(family)
     assert compiled_forwards(model, backend="eager") == ({}, f"no layer is compiled: {said}")
-    Trained(model).run(plan_of(LENGTHS[0], layers=model.config.num_hidden_layers), LENGTHS[0])
+    Trained(model).run(LENGTHS[0])
     assert not graphs()
-
-
-def test_the_run_files_key_compiles_and_its_default_does_not(monkeypatch):
-    asked, said = [], []
-    monkeypatch.setattr(
-        "lengthwise.models.computing.compiled_forwards", lambda model: asked.append(model) or ({}, "done")
-    )
-    model = tiny_model("llama")
-    choose_layers(model, Computing(), CPU, dtype=torch.float64, say=said.append).put()
-    assert (asked, said) == ([], [])
-    choose_layers(model, Computing(compile=True), CPU, dtype=torch.float64, say=said.append).put()
-    assert (asked, said) == ([model], ["compile: done"])

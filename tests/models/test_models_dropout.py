@@ -8,9 +8,7 @@ from testing import MODEL_TYPES, build_pair, make_batch, make_plan, run_step, ti
 from testing.tiny import VOCAB
 from torch import nn
 
-from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
-from lengthwise.core.trained import FAMILIES, LAYER_TYPES, layer_types
 from lengthwise.engine import step
 from lengthwise.models import DropoutKey, check_model_config, drawing, stop_dropping
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
@@ -87,16 +85,6 @@ def test_dropout_of_adapters_in_layers_with_states_is_recomputed():
         if parameter.requires_grad:
             parameter.data = torch.randn(parameter.shape, generator=draw) * 0.3
     assert_same(steps(model, recomputing(PLAN, "layer", "all_but_attention", "elementwise")), steps(model, PLAN))
-
-
-def test_dropout_that_configs_of_families_with_states_name_is_refused():
-    """In attention, and Nemotron-H's `hidden_dropout`, which Hugging Face does not read."""
-    for model_type in (name for name in FAMILIES if len(layer_types(name)) > len(LAYER_TYPES)):
-        for key in ("attention_dropout", "hidden_dropout"):
-            config = tiny_family_config(model_type)
-            setattr(config, key, 0.1)
-            with pytest.raises(ModelRefused, match=f"model config: {key}: expected 0 .* got 0.1"):
-                check_model_config(config)
 
 
 def gpt2(p):

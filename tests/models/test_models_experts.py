@@ -5,15 +5,11 @@ from functools import cache
 
 import pytest
 import torch
-from testing import make_batch, make_plan, tiny_model, tiny_tower_config
-from testing.laid import whole_parameters
+from testing import make_batch, make_plan, run_step, tiny_model, tiny_tower_config
 from testing.tiny import MODEL_TYPES, VOCAB, tiny_family_config
 
-from lengthwise.attention import choose_kernel
-from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
-from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import DTYPES, Computing, ModelSource, build_model, check_computing, choose_layers
 from lengthwise.models.experts import ExpertsNeeds, choose_experts, expert_weights, needs_of
 from lengthwise.models.families import FAMILIES
@@ -40,12 +36,9 @@ def run(family, experts, precision):
     """Return (loss, gradients, what was said) of a step of one rank."""
     model, said = copy.deepcopy(built(family)), []
     choose_layers(model, Computing(experts=experts), CPU, dtype=DTYPES[precision], say=said.append).put()
-    flat = whole_parameters(model, SoloTransport(), dtype=DTYPES[precision])
     plan = make_plan(1, LENGTHS, PIECES, layers=model.config.num_hidden_layers)
-    batch = make_batch(LENGTHS, vocab=VOCAB)
-    work = run_part(plan, batch, StepContext(model, Mesh(SoloTransport(), 1), choose_kernel(CPU), name="test"))
-    flat.reduce_gradients()
-    return work.loss_sum, flat.gather_gradients(), said
+    found = run_step(model, plan, make_batch(LENGTHS, vocab=VOCAB), precision=precision)
+    return found.loss, found.gradients, said
 
 
 @pytest.mark.parametrize("precision", BARS)
@@ -89,12 +82,10 @@ def needs(**changes):
     [
         ("auto", {}, "grouped_mm", "experts in bf16 on a GPU"),
         ("auto", {"on_gpu": False}, "eager", "this is not bf16 on a GPU"),
-        ("auto", {"dtype": torch.float32}, "eager", "this is not bf16 on a GPU"),
         ("auto", {"dtype": torch.float64}, "eager", "grouped products take bf16 and fp32, not float64"),
         ("auto", {"rows_bytes": (60, 64)}, "eager", "need rows of whole 16 bytes, and this model's have (60, 64)"),
         ("auto", {"capability": (7, 5)}, "eager", "need compute capability 8.0, and this GPU has 7.5"),
         ("auto", {"replaceable": False}, "eager", "this family computes its experts itself"),
-        ("grouped_mm", {"on_gpu": False}, "grouped_mm", "it is asked for"),
         ("eager", {}, "eager", "it is asked for"),
     ],
 )
@@ -105,16 +96,6 @@ def test_which_experts_and_why(asked, changes, implementation, reason):
     if implementation == "eager" and reason not in ("this is not bf16 on a GPU", "it is asked for"):
         with pytest.raises(ConfigError, match=r"Set experts: auto, or eager\."):
             choose_experts("grouped_mm", needs(**changes))
-
-
-def test_only_this_model_changes():
-    """`verify` builds a plain model from the same source."""
-    source = ModelSource(name="mixtral", config=tiny_family_config("mixtral"), weights=False)
-    model, plain = build_model(source, seed=3), build_model(source, seed=3, attention="sdpa")
-    choose_layers(model, Computing(experts="grouped_mm"), CPU, dtype=torch.float32).put()
-    assert model.config._experts_implementation == "grouped_mm"
-    assert plain.config._experts_implementation == "eager"
-    assert build_model(source, seed=3).config._experts_implementation == "eager"
 
 
 def test_experts_inside_a_wrapper_compute_as_is_said():

@@ -1,7 +1,6 @@
 """Every causal-LM class of the installed transformers is either proved equal to plain Hugging Face or refused."""
 
 import re
-from functools import cache
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
@@ -16,24 +15,16 @@ from testing import (
     tiny_tower_config,
 )
 from testing.tiny import VOCAB
-from testing.varlen import ReferenceFlashAttn
 from transformers import AutoConfig, PretrainedConfig
 
-from lengthwise.attention.cuda_kernels import FlashAttnOps
-from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.errors import ModelRefused, Problems
 from lengthwise.core.plan import Piece
-from lengthwise.core.shape import Cluster
-from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.models import FAMILIES, check_model_config
-from lengthwise.planner import PlanOptions, plan_step, score
 from models.test_models_checkpointing import recomputing
 from tiers import more, some
 
-BY_DEFAULT = {  # one a mechanism: dense, windows, sinks, caps, experts, latent attention, no wrap, repeats, states
-    "ctrl", "deepseek_v3", "gemma2", "gpt_oss", "hrm_text", "qwen3_5_text", "nemotron_h", "lfm2",
-    "llama, padded vocabulary", "qwen3, tied embeddings", "olmoe, router loss",
-}  # fmt: skip
+# One a mechanism that `doors` has not by default: latent attention, capped scores, sinks.
+BY_DEFAULT = {"deepseek_v3", "gemma2", "gpt_oss"}
 LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
 # ctrl has no wrap; hrm_text runs its layers several times, the first times without gradients: refused by their counts.
 NOT_RECOMPUTED = ("ctrl", "hrm_text")
@@ -55,19 +46,6 @@ SPLIT = make_plan(
 SPLIT = recomputing(SPLIT, "all_but_attention", "layer")
 
 
-def cost_of(model_type):
-    return analytic_cost(shape_from_config(tiny_family_config(model_type).to_dict()), named_hardware("cpu"))
-
-
-@cache
-def planned():
-    """One plan for all families: parity is asked of any plan. `make families`: on 1, 2, 3 and 5 ranks."""
-    plan = plan_step(LENGTHS, Cluster(ranks=3, capacity_tokens=20), cost_of("llama"), PlanOptions(layers=2))
-    assert any(piece.degree == 1 < len(piece.sequences) for m in plan.microbatches for piece in m.pieces)
-    assert plan.ring_tokens > 0
-    return plan
-
-
 CASES = {**{name: (name, {}) for name in FAMILIES if name in MODEL_TYPES}, **VARIANTS}
 
 
@@ -76,27 +54,16 @@ def test_listed_family_equals_plain_hugging_face(case):
     model_type, changes = CASES[case]
     config = tiny_family_config(model_type, changes)
     check_model_config(config)
-    assert score(planned(), cost_of(model_type)).makespan_seconds > 0
     pair = build_pair(model_type, config)
-    for plan in (planned(),) if model_type in NOT_RECOMPUTED else (RECOMPUTED, SPLIT):
+    for plan in (MIXED,) if model_type in NOT_RECOMPUTED else (RECOMPUTED, SPLIT):
         at_once = 7 * VOCAB if plan is not SPLIT else None  # 7 tokens a chunk
         found = family_difference(pair, plan, LENGTHS, precision="fp64", logits_at_once=at_once)
         assert max(found.loss, found.router_loss) <= 1e-13
         assert found.gradient <= 1e-12
 
 
-def test_scores_capped_by_flash_attn_are_those_of_plain_hugging_face():
-    """Packs, rings, windows and grouped heads, through what stands for the package's functions."""
-    pair, kernel = build_pair("gemma2", tiny_family_config("gemma2")), VarlenKernel(FlashAttnOps(ReferenceFlashAttn()))
-    for plan in (planned(), RECOMPUTED):
-        found = family_difference(pair, plan, LENGTHS, precision="fp64", kernel=kernel)
-        assert found.loss <= 1e-13
-        assert found.gradient <= 1e-12
-
-
-@pytest.mark.parametrize(
-    "label", [label if label == "qwen3_vl, qwen3_vl_text" else more(label) for label in TOWER_PAIRS]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("label", TOWER_PAIRS)
 def test_text_part_of_a_model_with_towers_equals_plain_hugging_face(label):
     config = tiny_tower_config(*TOWER_PAIRS[label])
     check_model_config(config)
@@ -110,7 +77,7 @@ def test_text_part_of_a_model_with_towers_equals_plain_hugging_face(label):
 REFUSED = [name for name in MODEL_TYPES if name not in (*FAMILIES, *(pair[0] for pair in TOWER_PAIRS.values()))]
 
 
-@pytest.mark.parametrize("model_type", some(REFUSED, *range(0, 100, 33)))
+@pytest.mark.parametrize("model_type", some(REFUSED, 0, 33))
 def test_family_that_is_not_proved_is_refused_by_name_and_layer(model_type):
     try:
         config = AutoConfig.for_model(model_type)

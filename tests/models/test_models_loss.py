@@ -1,12 +1,9 @@
 """The chunked loss: equal to the loss over whole logits, without ever making them."""
 
-from collections import Counter
-
 import pytest
 import torch
 from testing import LiveBytes, make_batch, make_plan, relative_error, tiny_family_config, tiny_tower_config
 from testing.tiny import VOCAB
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForImageTextToText
 
 from lengthwise.attention import PlannedAttention, choose_kernel
@@ -61,12 +58,14 @@ def tiny(family, **changes):
 
 
 @pytest.mark.parametrize("dtype", some(TOLERANCES), ids=str)
-@pytest.mark.parametrize("family", some(FAMILIES, 0, 1, 2, 3))
+@pytest.mark.parametrize("family", some(FAMILIES, 0, 2, 3))
 def test_chunked_loss_equals_whole(family, dtype):
     model = tiny(family)
-    wanted, gradients = loss_and_gradients(model, tokens_at_once=None, dtype=dtype)
+    plain, _ = loss_and_gradients(model, tokens_at_once=None, dtype=dtype)
+    wanted, gradients = loss_and_gradients(model, tokens_at_once=None, dtype=dtype, weighed=True)
+    assert relative_error(wanted, plain) > 0.1
     for tokens_at_once in (1, 7, 70):  # of 71
-        found, chunked = loss_and_gradients(model, tokens_at_once=tokens_at_once, dtype=dtype)
+        found, chunked = loss_and_gradients(model, tokens_at_once=tokens_at_once, dtype=dtype, weighed=True)
         assert relative_error(found, wanted) < TOLERANCES[dtype]
         assert chunked.keys() == gradients.keys()
         floor = 1e-3 * max(each.norm().item() for each in gradients.values() if each is not None)
@@ -76,9 +75,8 @@ def test_chunked_loss_equals_whole(family, dtype):
                 assert relative_error(chunked[name], gradient, floor=floor) < TOLERANCES[dtype], name
 
 
-@pytest.mark.parametrize("family", ["gemma3_text", "granite"])
-def test_log_probabilities_in_chunks_are_those_of_all_logits_and_less_the_loss(family):
-    model = tiny(family).double()
+def test_log_probabilities_in_chunks_are_those_of_all_logits_and_less_the_loss():
+    model = tiny("gemma3_text").double()
     (planned, tensors), found = microbatch(), []
     with keep_double(torch.float64):
         for tokens_at_once in (71, 7):
@@ -89,32 +87,6 @@ def test_log_probabilities_in_chunks_are_those_of_all_logits_and_less_the_loss(f
     assert relative_error(found[1], found[0]) < 1e-14
     assert relative_error(-found[0].sum(), loss.detach()) < 1e-14
     assert not found[1][tensors[2] == -100].any()
-
-
-def test_the_heads_gradient_is_written_by_the_first_chunk_and_added_to_by_others():
-    model, found = tiny("llama"), Counter()
-    size = model.lm_head.weight.shape
-
-    class Writes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, _types, arguments=(), named=None):
-            result = function(*arguments, **(named or {}))
-            name = function.overloadpacket.__name__
-            found[name] += isinstance(result, torch.Tensor) and result.shape == size and name in ("zeros_like", "add_")
-            return result
-
-    with Writes():
-        loss_and_gradients(model, tokens_at_once=7, dtype=torch.float32)
-    assert (found["zeros_like"], found["add_"]) == (0, 10)  # of 71 tokens in chunks of 7
-
-
-def test_chunked_loss_counts_weights_as_the_whole():
-    model = tiny("llama")
-    wanted, gradients = loss_and_gradients(model, tokens_at_once=None, weighed=True)
-    assert relative_error(wanted, loss_and_gradients(model, tokens_at_once=None)[0]) > 0.1
-    for tokens_at_once in (1, 7):
-        found, chunked = loss_and_gradients(model, tokens_at_once=tokens_at_once, weighed=True)
-        assert relative_error(found, wanted) < TOLERANCES[torch.float64]
-        assert all(relative_error(chunked[name], each) < 1e-12 for name, each in gradients.items())
 
 
 def test_chunked_loss_in_bf16_is_as_near_to_fp64_as_whole():

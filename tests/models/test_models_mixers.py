@@ -1,4 +1,4 @@
-"""Scans and convolutions of hybrid models: waves, offload and stages, and calls without a plan."""
+"""Scans and convolutions of hybrid models: waves and offload, and calls without a plan."""
 
 import copy
 import functools
@@ -7,17 +7,16 @@ from functools import cache, partial
 
 import pytest
 import torch
-from testing import CountingStore, build_pair, family_difference, make_plan, tiny_family_config, tiny_model
-from testing.pipelines import as_pipeline, pipeline_difference
+from testing import CountingStore, build_pair, family_difference, make_plan, tiny_family_config
 
 from lengthwise.attention import PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import mixer_layers as mixers
-from lengthwise.models.adapter import attending_by_plan, plain_output, planned_output, run_planned
-from lengthwise.models.mixer_layers import count_mixers, mixing_of, put_mixers
-from lengthwise.program import Mixing, lower_plan
+from lengthwise.models.adapter import attending_by_plan, plain_output, planned_output
+from lengthwise.models.mixer_layers import put_mixers
+from lengthwise.program import lower_plan
 from models.test_models_checkpointing import recomputing
 from tiers import more
 
@@ -39,7 +38,7 @@ def pair_of(family):
     return build_pair(family, tiny_family_config(family))
 
 
-@pytest.mark.parametrize("family", [DELTA, more(MAMBA2)])
+@pytest.mark.parametrize("family", [CONVOLUTION, more(DELTA), more(MAMBA2)])
 def test_waves_and_offload_keep_states_and_halos_exact(family):
     plan = recomputing(PLAN, "layer")
     offloading = tuple(replace(each, offload=0.7) for each in plan.microbatches)
@@ -50,50 +49,6 @@ def test_waves_and_offload_keep_states_and_halos_exact(family):
         found = family_difference(pair_of(family), changed, LENGTHS, precision="fp64", **how)
         assert found.loss <= 1e-13
         assert found.gradient <= 1e-12
-
-
-@pytest.mark.parametrize(
-    ("family", "kinds"),
-    [
-        (DELTA, None),
-        (MAMBA2, ["full_attention", "linear_attention", "moe", "mlp"]),  # the last stage mixes no tokens
-    ],
-)
-def test_stages_pass_states_between_their_replicas(family, kinds):
-    pieces = [
-        [Piece(ranks=(0, 1), sequences=(0, 1))],
-        [Piece(ranks=(1, 0), sequences=(4, 5)), Piece(ranks=(1,), sequences=(2, 3))],
-    ]
-    plan = as_pipeline(make_plan(2, LENGTHS, pieces), 2, recompute=("none", "layer"))
-    pair = pair_of(family) if kinds is None else build_pair(family, tiny_family_config(family, {"layer_types": kinds}))
-    found = pipeline_difference(pair, plan, LENGTHS)
-    assert found.loss <= 1e-13
-    assert found.gradient <= 1e-12
-
-
-def test_what_a_model_passes_along_is_read_from_it():
-    assert mixing_of(pair_of(DELTA)["planned"]) == Mixing(has_states=True, width=4)
-    assert mixing_of(pair_of(CONVOLUTION)["planned"]) == Mixing(width=3)
-    assert mixing_of(tiny_model("llama")) == Mixing()
-
-
-def test_layers_that_mix_tokens_are_counted():
-    counts = {DELTA: 3, MAMBA2: 3, "falcon_h1": 4, CONVOLUTION: 3, "llama": 2}
-    configs = {family: tiny_family_config(family) for family in counts}
-    assert {family: count_mixers(config) for family, config in configs.items()} == counts
-    assert count_mixers(configs["falcon_h1"], [1]) == 2
-    assert count_mixers(configs[MAMBA2], [2, 3]) == 0  # experts, and a dense layer
-
-
-def test_a_stage_that_mixes_no_tokens_computes_any_loss_and_no_layer_beside_it():
-    model = pair_of(CONVOLUTION)["planned"]
-    (program,) = lower_plan(make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))]), 0)
-    for once in (True, False):
-        passed, kernel = count_mixers(model.config), choose_kernel(torch.device("cpu"))
-        planned = PlannedAttention(program, SoloTransport(), kernel, layers_passed=passed)
-        assert run_planned(model, planned, lambda: 7, once=once) == 7
-        with pytest.raises(ModelRefused, match="all 0 layers that mix tokens"):
-            run_planned(model, planned, planned.count_layer, once=once)
 
 
 def test_a_scan_without_the_plan_is_refused_in_a_planned_forward_and_plain_outside_of_one():
@@ -121,7 +76,7 @@ def test_layers_that_kernels_of_the_hub_replaced_are_refused():
         put_mixers(model, lambda: True)
 
 
-@pytest.mark.parametrize("family", [DELTA, MAMBA2])
+@pytest.mark.parametrize("family", [DELTA, more(MAMBA2)])
 def test_the_plain_model_takes_no_function_of_a_package(family, monkeypatch):
     """Where flash-linear-attention is installed transformers calls its kernels in fp64 and on the CPU, too."""
 

@@ -5,25 +5,30 @@ import copy
 import pytest
 import torch
 from testing import VARIANTS, build_pair, family_difference, make_plan, tiny_family_config
-from torch import nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.models import check_model_config, plain_output
-from lengthwise.models.rope import sequence_lengths
+from tiers import some
 
 KINDS = ("llama, rope dynamic", "llama, rope longrope", "phi3, rope longrope")
+OF_LAYERS = "gemma3_text, rope longrope in full attention alone"
 LENGTHS = (57, 2, 16, 17, 1, 15)  # 16 is the border
 
 
 def pair_of(variant):
-    config = tiny_family_config(*VARIANTS[variant])
+    family, changes = VARIANTS.get(variant, ("gemma3_text", {}))
+    if variant == OF_LAYERS:
+        kinds = {
+            "full_attention": VARIANTS[KINDS[1]][1]["rope_parameters"],
+            "sliding_attention": {"rope_type": "default"},
+        }
+        changes = {"rope_parameters": {kind: {**rope, "rope_theta": 1e4} for kind, rope in kinds.items()}}
+    config = tiny_family_config(family, changes)
     check_model_config(config)
-    return build_pair(VARIANTS[variant][0], config)
+    return build_pair(family, config)
 
 
-@pytest.mark.parametrize("variant", KINDS)
+@pytest.mark.parametrize("variant", some([*KINDS, OF_LAYERS], 0, -1))
 def test_frequencies_are_those_of_each_sequence(variant):
     """One pack of all, cut over all ranks: every row holds parts of sequences on both sides of the border."""
     plan = make_plan(3, LENGTHS, [Piece(ranks=(0, 1, 2), sequences=tuple(range(6)))], layers=2)
@@ -41,33 +46,3 @@ def test_reference_has_no_memory_of_longer_sequences():
         ids = torch.randint(48, (length,), generator=generator)
         wanted = copy.deepcopy(fresh)(input_ids=ids[None], use_cache=False).logits
         assert torch.equal(plain_output(used, ids).logits, wanted)
-
-
-def test_frequencies_of_each_kind_of_layer():
-    rope = {
-        "full_attention": {**VARIANTS[KINDS[1]][1]["rope_parameters"]},
-        "sliding_attention": {"rope_type": "default"},
-    }
-    for each in rope.values():
-        each["rope_theta"] = 1e4
-    config = tiny_family_config("gemma3_text", {"rope_parameters": rope})
-    check_model_config(config)
-    plan = make_plan(3, LENGTHS, [Piece(ranks=(0, 1, 2), sequences=tuple(range(6)))], layers=2)
-    found = family_difference(build_pair("gemma3_text", config), plan, LENGTHS, precision="fp64")
-    assert found.gradient <= 1e-12
-
-
-def test_rotary_module_of_one_layer_is_refused():
-    """Recomputation would run it again, outside the block that knows the lengths."""
-
-    class Layer(GradientCheckpointingLayer):
-        def __init__(self, rotary):
-            super().__init__()
-            self.rotary = rotary
-
-    model = nn.ModuleDict({"layer": Layer(pair_of(KINDS[0])["planned"].model.rotary_emb)})
-    with (
-        pytest.raises(ModelRefused, match=r"layer\.rotary \(LlamaRotaryEmbedding\).*lengths of sequences"),
-        sequence_lengths(model, []),
-    ):
-        pass

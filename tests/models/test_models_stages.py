@@ -22,7 +22,7 @@ REFUSED = {
     *("hrm_text", "longcat_flash", "nanochat", "olmo", "opt"),
 }
 ACCEPTED = [name for name in CASES if name not in REFUSED]
-BY_DEFAULT = [ACCEPTED.index(name) for name in ("qwen3_moe, router loss", "deepseek_v3", "falcon_h1", "bamba")]
+BY_DEFAULT = [ACCEPTED.index(name) for name in ("qwen3_moe, router loss", "falcon_h1")]
 
 
 @pytest.mark.parametrize("name", some(ACCEPTED, *BY_DEFAULT))
@@ -51,24 +51,16 @@ def test_a_model_that_is_more_than_its_layers_is_refused_by_name(family, changes
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("before", "factor", "said"),
-    [
-        (lambda model, ids: model.norm(model.embed_tokens(ids)), 1.0, "4 runs of its 2 layers and one norm"),
-        (lambda *_: None, 2.0, "changes hidden states after its first layer"),
-    ],
-)
-def test_a_decoder_that_does_more_around_its_layers_is_refused(before, factor, said, monkeypatch):
+def test_a_decoder_that_changes_what_its_layers_give_is_refused(monkeypatch):
     forward = LlamaModel.forward
 
     def changed(model, input_ids, **how):
-        before(model, input_ids)
         output = forward(model, input_ids, **how)
-        output.last_hidden_state = output.last_hidden_state * factor
+        output.last_hidden_state = output.last_hidden_state * 2.0
         return output
 
     monkeypatch.setattr(LlamaModel, "forward", changed)
-    with pytest.raises(ModelRefused, match=said):
+    with pytest.raises(ModelRefused, match="changes hidden states after its first layer"):
         check_stages(tiny_family_config("llama"))
 
 

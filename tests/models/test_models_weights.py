@@ -34,42 +34,27 @@ def shards(folder):
     return sorted(folder.glob("model-*.safetensors"))
 
 
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-9])
-
-
 def lose_tensor(folder):
     tensors = load_file(shards(folder)[-1])
     tensors.popitem()
     save_file(tensors, shards(folder)[-1], metadata={"format": "pt"})
 
 
-def lose_everything(folder):
-    (folder / SINGLE).unlink()
-
-
-def change_index(folder, **changes):
-    index = json.loads((folder / INDEX).read_text())
-    (folder / INDEX).write_text(json.dumps({**index, **changes}))
-
-
 def move_outside(folder):
     shards(folder)[0].rename(folder.parent / "other.safetensors")
-    index = json.loads((folder / INDEX).read_text())["weight_map"]
-    change_index(folder, weight_map=dict.fromkeys(index, "../other.safetensors"))
+    index = json.loads((folder / INDEX).read_text())
+    outside = dict.fromkeys(index["weight_map"], "../other.safetensors")
+    (folder / INDEX).write_text(json.dumps({**index, "weight_map": outside}))
 
 
 FAULTS = {
     "one shard missing": ("shards", lambda f: shards(f)[0].unlink(), r"1 of \d+ files of model.*missing"),
-    "one shard cut short": ("shards", lambda f: cut(shards(f)[0]), r"model-00001-of"),
     "one tensor missing": ("shards", lose_tensor, r"1 tensors of model.*not in their files"),
-    "index without map": ("shards", lambda f: change_index(f, weight_map=None), "without a weight_map"),
     "index that leaves the folder": ("shards", move_outside, "not the name of a file beside it"),
-    "file cut short": ("single", lambda f: cut(f / SINGLE), "model.safetensors: "),
+    "file cut short": ("single", lambda f: os.truncate(f / SINGLE, 999), "model.safetensors: "),
     "download under way": ("single", lambda f: (f / SINGLE).rename(f / f"{SINGLE}.incomplete"), "incomplete"),
-    "half-saved": ("single", lose_everything, "generation_config.json"),
+    "half-saved": ("single", lambda f: (f / SINGLE).unlink(), "generation_config.json"),
     "pickle": ("single", lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), "pytorch_model.bin"),
-    "shards of torch": ("single", lambda f: (f / "shard-00000-model-00001-of-00001.safetensors").touch(), "shard-0"),
 }
 
 
@@ -90,16 +75,6 @@ def test_weights_that_are_not_whole_are_refused_and_start_fresh_only_when_asked(
 
 def test_weights_in_shards_are_those_of_one_file(whole):
     models = [build_model(find_model(str(whole / kind), weights="load"), seed=0) for kind in ("single", "shards")]
-    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
-
-
-def test_weights_fresh_beside_whole_ones_are_those_of_the_seed(whole, tmp_path):
-    LlamaConfig(**SIZES).save_pretrained(tmp_path)
-    for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.json", "merges.txt"):
-        (tmp_path / name).touch()
-    bare, asked = find_model(str(tmp_path)), find_model(str(whole / "single"), weights="fresh")
-    assert not bare.weights
-    models = [build_model(each, seed=3) for each in (bare, asked)]
     assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
 
 
@@ -165,14 +140,6 @@ def test_weights_that_are_not_finite_are_named_by_whoever_reads_them(whole, tmp_
         rows.read(NORM, 4, *rows.shape(NORM))
 
 
-def test_weights_of_fewer_bits_are_taken_exactly(whole, tmp_path):
-    found = changed(whole, tmp_path / "model", recast(torch.float16))
-    check_weights(found)
-    saved = load_file(tmp_path / "model" / SINGLE)
-    for name, parameter in build_model(found, seed=0).named_parameters():
-        assert torch.equal(parameter, saved[name].float())
-
-
 def test_model_folder_with_an_adapter_is_refused(whole, tmp_path):
     """Hugging Face would read the base that the adapter names, or put the adapter into the model."""
     shutil.copytree(whole / "single", tmp_path / "model")
@@ -180,13 +147,3 @@ def test_model_folder_with_an_adapter_is_refused(whole, tmp_path):
     (tmp_path / "model" / "adapter_config.json").write_text(json.dumps(adapter))
     with pytest.raises(ConfigError, match=r"got adapter_config\.json.*`lora\.adapter`"):
         find_model(str(tmp_path / "model"))
-
-
-@pytest.mark.parametrize("name", [SINGLE, INDEX, "config.json"])
-def test_model_folder_with_a_file_that_has_no_end_is_refused(whole, tmp_path, name):
-    folder = tmp_path / "model"
-    shutil.copytree(whole / ("shards" if name == INDEX else "single"), folder)
-    (folder / name).unlink(missing_ok=True)
-    os.mkfifo(folder / name)
-    with pytest.raises(ConfigError, match=name):
-        find_model(str(folder))
