@@ -53,9 +53,7 @@ LENGTHS = (90, 60, 30, 12)
 @pytest.mark.parametrize(
     ("capacities", "options", "asked", "offload"),
     [
-        ({"none": 200, "layer": 200, "all_but_attention": 200}, {}, {"none": 200}, "off"),
         ({"none": 100, "layer": 200, "all_but_attention": 100}, {}, {"none": 100, "layer": 200}, "off"),
-        ({"layer": 100, "all_but_attention": 200}, {}, {"layer": 100, "all_but_attention": 200}, "off"),
         ({"none": 200}, {"offload": "auto"}, {"none": 200}, "off"),  # one rank holds all
         ({"none": 100}, {"offload": "auto"}, {"none": 100}, "auto"),
     ],

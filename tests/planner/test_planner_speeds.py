@@ -72,14 +72,6 @@ def test_score_lets_a_ring_wait_for_its_slowest_rank() -> None:
     assert score(beside, cost, speeds=[1, 2, 0.5]).busy_seconds == (slowest, slowest + 8 / 2, slowest)
 
 
-def test_score_lets_shares_level_a_ring_of_unequal_ranks() -> None:
-    plain, shared = (
-        score(make_plan(2, (60_000,), [piece]), ALL_TERMS, speeds=[1.0, 0.5]).makespan_seconds
-        for piece in (Piece(ranks=(0, 1), sequences=(0,)), Piece(ranks=(0, 1), sequences=(0,), shares=(2.0, 1.0)))
-    )
-    assert shared == pytest.approx(plain * 0.5 / 0.75, rel=1e-3)
-
-
 def test_plan_step_levels_ranks_of_unequal_speed() -> None:
     """64 ranks at random half as fast as the others: with shares, and packs by speed, as good as on equal ranks."""
     cluster, choose = Cluster(ranks=64, capacity_tokens=8192), random.Random(0)
