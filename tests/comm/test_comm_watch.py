@@ -1,8 +1,8 @@
 """The watch over calls on GPUs: a peer that is gone is told of in time, a host that is far ahead is left alone."""
 
+import ctypes
 import faulthandler
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 
@@ -106,27 +106,25 @@ def test_watch_leaves_a_device_that_failed_to_the_main_thread():
     assert told == []
 
 
-FROZEN = """
-import ctypes, threading, time
-from lengthwise.comm.transfer_watch import TransferWatch
-
-class Driver:
-    def is_completed(self):
-        return False
+class _Frozen(_Now):
     def query(self):
         ctypes.PyDLL(None).sleep(60)  # as CUDA's may: it keeps Python's lock while it waits
 
-watch = TransferWatch(0.3, print, poll_seconds=0.05, ends_frozen=True, grace_seconds=0.3)
-watch.add([Driver()], reached=Driver(), phase="step 1", others="ranks 1")
-time.sleep(60)
-"""
 
+def test_a_process_whose_watch_is_frozen_ends_with_all_stacks(capfd):
+    def frozen():
+        faulthandler.enable(2)
+        watch = TransferWatch(0.3, print, poll_seconds=0.05, ends_frozen=True, grace_seconds=0.3)
+        watch.add([_Now(ends=False)], reached=_Frozen(), phase="step 1", others="ranks 1")
+        time.sleep(60)
 
-def test_a_process_whose_watch_is_frozen_ends_with_all_stacks():
-    ran = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=40)
-    assert ran.returncode == 1
-    assert "Timeout (0:00:00.600000)!" in ran.stderr
-    assert "in query" in ran.stderr
+    process = multiprocessing.get_context("fork").Process(target=frozen)
+    process.start()
+    process.join(40)
+    said = capfd.readouterr().err
+    assert process.exitcode == 1
+    assert "Timeout (0:00:00.600000)!" in said
+    assert "in query" in said
 
 
 def test_the_watch_leaves_no_time_behind_and_its_thread_begins_on_its_device(monkeypatch):
