@@ -17,7 +17,7 @@ SHAPE, H100 = named_shape("llama-3.1-8b"), named_hardware("h100")
 @pytest.mark.parametrize("ties", [False, True])
 def test_a_wave_takes_what_the_posted_calls_take_one_after_the_other(ties: bool) -> None:
     """One queue of calls beside the layers of two ranks, posted where `wave_order` says."""
-    times = product((1, 2, 5), (0.0, 1.0, 3.0), (0.5, 2.0), (1.0, 4.0), (0.0, 2.5), (0.7, 3.5))
+    times = product((1, 4), (0.0, 1.0, 3.0), (0.5, 2.0), (1.0, 4.0), (0.0, 2.5), (3.5,))
     for layers, work, gather, reduce, rest, head in times:
         head = 0.0 if ties else head
         seconds = {GATHER: [rest, *[gather] * layers], REDUCE: [2 * rest, *[reduce] * layers]}

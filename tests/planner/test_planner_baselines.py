@@ -1,7 +1,5 @@
 """Planners of others, as they were published: fixed mesh, one degree, whole packs, ByteScale, powers of two."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -92,27 +90,6 @@ def test_packed_dp_holds_more_than_all_ranks_with_offload() -> None:
     assert max(each.offload for each in plan.microbatches) > 0.5
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ranks", "buckets", "delta", "expected"),
-    [
-        # buckets [0], [1], [2, 3]: the ring of 3 fits on no lagging ranks, yet it is next, and opens a time step
-        ([40, 30, 20, 10], 5, 4, None, [([0, 1, 2, 3], (0,)), ([0, 1, 2], (1,)), ([3, 4], (2,)), ([0], (3,))]),
-        # one bucket: rank 4 lags, so the only sequence of one rank is taken before the longer ones
-        ([40, 30, 20, 10], 5, 1, None, [([0, 1, 2, 3], (0,)), ([4], (3,)), ([0, 1, 2], (1,)), ([3, 4], (2,))]),
-        # rank 2 lags by 1 s, unless delta is 0.2 of the ideal 18.3 s
-        ([20, 18, 9, 8], 3, 1, 0.0, [([0, 1], (0,)), ([2], (2,)), ([2], (3,)), ([0, 1], (1,))]),
-        ([20, 18, 9, 8], 3, 1, 0.2, [([0, 1], (0,)), ([2], (2,)), ([0, 1], (1,)), ([2], (3,))]),
-    ],
-)
-def test_bytescale_takes_the_first_bucket_and_in_it_what_fits_on_lagging_ranks(
-    monkeypatch, tokens, ranks, buckets, delta, expected
-):
-    monkeypatch.setattr(bytescale, "BUCKETS", (buckets,))
-    if delta is not None:
-        monkeypatch.setattr(bytescale, "DELTA", delta)
-    assert [piece for (piece,) in planned("bytescale", tokens, ranks, 10)[1]] == expected
-
-
 def test_bytescale_keeps_the_strategy_that_ends_first(monkeypatch) -> None:
     cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100").with_kernel("flash2"))
     tokens, took, both = draw_lengths("github", 2**21, 0, longest_tokens=100_000), {}, ("dp-balance", "pp-balance")
@@ -126,19 +103,6 @@ def test_bytescale_naive_deals_long_ones_in_order_and_fills_rounds_with_packs() 
     plan, pieces = planned("bytescale-naive", [150, 60, 250, 40, 30, 70], 4, 100)
     assert [piece for (piece,) in pieces] == [([0, 1], (0,)), ([2], (5, 4)), ([3], (1, 3)), ([0, 1, 2], (2,))]
     assert plan.notes["predicted_seconds"] == pytest.approx(100 + 250 / 3)
-
-
-@pytest.mark.parametrize("planner", ["bytescale", "bytescale-naive"])
-@given(tokens=st.lists(st.integers(1, 900), min_size=1, max_size=40), ranks=st.sampled_from([9, 11, 12]))
-def test_bytescale_uses_the_fewest_ranks_and_the_naive_one_nearly_full_packs(planner, tokens, ranks):
-    pieces = [
-        piece for microbatch in planned(planner, tokens, ranks, 100)[0].microbatches for piece in microbatch.pieces
-    ]
-    held = [sum(tokens[i] for i in piece.sequences) for piece in pieces]
-    assert [piece.degree for piece in pieces] == [-(-each // 100) for each in held]
-    assert all(piece.degree == 1 or len(piece.sequences) == 1 for piece in pieces)
-    packs = [each for each in held if each <= 100]
-    assert planner == "bytescale" or all(a + b > 100 for a, b in pairwise(packs))  # or they would be one pack
 
 
 def test_power_of_two_is_what_megatron_core_0_16_plans() -> None:

@@ -22,11 +22,8 @@ from lengthwise.planner.placement.level_ends import (
     Bin,
     level_by_swaps,
 )
-from lengthwise.planner.placement.line import place_rings
-from lengthwise.planner.placement.skyline import Moldable, pack_skyline
 from lengthwise.planner.problem.effort import CHANGE_SECONDS
 from lengthwise.planner.problem.request import PlanRequest
-from lengthwise.planner.problem.topology import Extras, Topology
 from lengthwise.program import check_plan
 from properties import costly
 
@@ -141,54 +138,3 @@ def test_thousands_of_sequences_a_rank_are_not_compared_all_with_all() -> None:
     tracemalloc.stop()
     assert end <= sum(loads) / 2 + 0.5
     assert peak < 50e6
-
-
-@given(data=st.data(), ranks=st.integers(1, 17), node=st.none() | st.integers(1, 6))
-def test_place_rings_ends_each_as_early_as_any_interval_allows(data, ranks, node):
-    """Rings of up to three ranks beside wide ones: many of one degree are swept together."""
-    degrees = st.integers(1, ranks) | st.integers(1, min(3, ranks))
-    rows = data.draw(st.lists(st.tuples(degrees, st.integers(1, 9)), max_size=40))
-    rows = sorted(rows, reverse=True) if node or data.draw(st.booleans()) else rows
-    penalty = data.draw(st.integers(1, 5))
-
-    def more(degree):
-        firsts = np.arange(ranks - degree + 1)
-        crosses = (firsts % (node or 1) + degree > (node or 1)) if degree <= (node or 0) else firsts < 0
-        return penalty * crosses.astype(np.float64)
-
-    def extra(_sequence, degree):
-        return Extras(lambda some: (more(degree)[some],) * 2) if degree <= (node or 0) else None
-
-    timed = [(i, degree, float(time)) for i, (degree, time) in enumerate(rows)]
-    line = place_rings(timed, ranks, extra_seconds=extra)
-    starts = [ring.start_seconds for ring in line.rings]
-    assert node or starts == sorted(starts)
-    assert sorted(ring.sequence for ring in line.rings) == list(range(len(rows)))
-    clock = np.zeros(ranks)
-    for ring, (degree, seconds) in zip(sorted(line.rings, key=lambda ring: ring.sequence), rows, strict=True):
-        ends = [clock[a : a + degree].max() + seconds + late for a, late in enumerate(more(degree))]
-        assert ring.start_seconds + ring.seconds == min(ends)
-        assert ring.seconds == seconds + more(degree)[ring.first]
-        clock[ring.first : ring.first + degree] = min(ends)
-    assert clock.tolist() == line.free.tolist()
-    work = sum(ring.degree * ring.seconds for ring in line.rings)
-    assert work + sum(seconds for *_, seconds in line.gaps.longest_first(0.0)) == clock.sum()
-    assert work == line.busy_seconds
-
-
-LINEAR = Cost(linear_seconds=1.0)
-
-
-def _moldable(cost: Cost, *rings: tuple[int, int, int]) -> list[Moldable]:
-    return [
-        Moldable(sequence=i, length=length, degree=degree, most=most, seconds=cost.piece_seconds([length], degree))
-        for i, (length, degree, most) in enumerate(rings)
-    ]
-
-
-def test_pack_skyline_widens_each_ring_to_what_its_place_asks_for() -> None:
-    rings = _moldable(LINEAR, (320, 5, 10), (320, 5, 10), (480, 5, 6), (40, 2, 2))
-    line = pack_skyline(rings, Topology(LINEAR, 12), LINEAR)
-    assert [ring.degree for ring in line.rings] == [6, 6, 6, 2]
-    assert line.gaps.longest_first(0.0) == []
-    assert sorted(line.free) == [320 / 6] * 4 + [320 / 6 + 20] * 2 + [320 / 6 + 80] * 6

@@ -26,7 +26,7 @@ def test_equal_speeds_plan_the_same_bytes() -> None:
     tokens, cluster = (300, 120, 90, 10, 1, 1, 101), Cluster(ranks=6, capacity_tokens=100)
 
     def planned(cost, **options):
-        return plan_step(tokens, cluster, cost, PlanOptions(**options))
+        return plan_step(tokens, cluster, cost, PlanOptions(planning_share=1e-6, **options))
 
     assert planned(COST, speeds=[1, 1.0] * 3).to_json() == planned(COST).to_json()
     twice, quick = planned(COST.at_speed(2.0)), planned(COST, speeds=[2.0] * 6)

@@ -56,7 +56,7 @@ def test_a_profile_of_two_processes_measures_rings_and_messages():
 
 @pytest.mark.parametrize("ranks", [1, more(2)])
 def test_a_model_that_is_to_be_trained_stays_as_it_is_to_the_bit(ranks):
-    settings = replace(SETTINGS, seconds=0.3, longest_tokens=64, precision="bf16")
+    settings = replace(SETTINGS, seconds=0.05, longest_tokens=64, precision="bf16")
     source = find_model("tiny")
 
     def work(transport):

@@ -45,25 +45,6 @@ def test_one_ranks_rounds_are_its_part_of_the_rounds_of_all(choose, ranks, count
                 assert program.exchange_of(rank, content) == part_of(rank, program.exchange(content))
 
 
-@given(choose=RANDOM, ranks=st.integers(1, 8), count=st.integers(1, 5), window=WINDOW)
-def test_keys_are_where_blocks_need_them(choose, ranks, count, window):
-    plan = drawn(choose, ranks, count)
-    for index in range(len(plan.microbatches)):
-        program = lower_microbatch(plan, index).with_window(window)
-        used, arrived = set(), set()
-        for rank in program.microbatch.ranks:
-            for ring_step in range(program.ring_steps):
-                used |= {(rank, task.piece, task.owner) for task in program.tasks(rank, ring_step)}
-            for each in program.forward_rounds_of(rank):
-                arrived |= {(rank, t.piece, t.owner) for t in each.receives}
-        own = {
-            (rank, index, position // piece.heads)
-            for rank in program.microbatch.ranks
-            for index, piece, position in program.pieces_of(rank)
-        }
-        assert used <= own | arrived
-
-
 @given(choose=RANDOM, ranks=st.integers(2, 8), count=st.integers(1, 5))
 def test_groups_exchange_every_part_of_every_token_once_and_bring_it_home(choose, ranks, count):
     plan = drawn(choose, ranks, count)

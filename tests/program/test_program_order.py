@@ -18,7 +18,7 @@ import lengthwise
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.program import last_on_all_ranks, lower_microbatch, refuse_unsupported, ring_order
-from lengthwise.program.ring_order import interval_microbatch
+from properties import costly
 
 RANDOM = st.randoms(use_true_random=False)
 SOURCE = Path(lengthwise.__file__).parent
@@ -74,6 +74,7 @@ def code_of(text):
     return ast.unparse(tree)
 
 
+@costly
 @given(choose=RANDOM, ranks=st.integers(1, 7), count=st.integers(1, 6))
 def test_order_d_counting_is_a_sub_step_with_its_rings_before_its_collective(choose, ranks, count):
     plan, windows = random_plan(choose, ranks, draw_lengths(choose, ranks, count)), [None, 5]
@@ -134,6 +135,7 @@ def test_order_e_recomputation_runs_the_forward_rounds_again_before_each_layers_
     assert not any("again" in label for label in labels if label.startswith("microbatch 1"))
 
 
+@costly
 @given(choose=RANDOM, ranks=st.integers(1, 8), count=st.integers(1, 6), heads=st.sampled_from([1, 840]))
 def test_order_e_any_plan_with_split_heads_and_any_recomputation_completes(choose, ranks, count, heads):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
@@ -201,21 +203,3 @@ def test_groups_of_heads_stay_in_their_node_where_they_can() -> None:
     for heads in (2, 4, 8):
         ring = ring_order(16, 32, heads)
         assert all(ring[i] // 8 == ring[i - i % heads] // 8 for i in range(32))
-
-
-def test_ring_order_meets_at_most_four_peers_over_all_intervals() -> None:
-    ranks = 13
-    peers: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
-    for first in range(ranks):
-        for degree in range(2, ranks - first + 1):
-            ring = ring_order(first, degree)
-            for a, b in zip(ring, (*ring[1:], ring[0]), strict=True):
-                peers[a].add(b)
-                peers[b].add(a)
-    for rank, met in peers.items():
-        assert met <= {rank - 2, rank - 1, rank + 1, rank + 2}
-
-
-def test_interval_microbatch_is_one_piece_in_ring_order() -> None:
-    (piece,) = interval_microbatch(1, 4, [7, 3]).pieces
-    assert (piece.ranks, piece.sequences) == ((2, 4, 3, 1), (7, 3))
