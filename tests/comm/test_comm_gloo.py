@@ -355,20 +355,3 @@ def test_a_rank_that_nobody_meets_says_so(tmp_path):
     alone = World(rank=0, world_size=2, local_rank=0, local_size=2, rendezvous=tmp_path / "ranks", gpus=0)
     with pytest.raises(TransferError, match="rank 0, start: expected all ranks to answer within 1 s"):
         join(alone, timeout_seconds=1.0)
-
-
-def test_a_loops_process_computes_on_the_device_of_its_model(monkeypatch):
-    """Clocks, peaks of memory and transfers are those of the current device, which a loop may have left at another."""
-    chosen = []
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(comm_world, "gloo_group", lambda _: None)
-    monkeypatch.setattr(World, "_ask", lambda *_: (2, False, 1))
-    world = comm_world.session_world(torch.device("cuda:3"))
-    assert world.attached
-    world.connect(timedelta(seconds=1))
-    assert chosen == [torch.device("cuda", 3)]

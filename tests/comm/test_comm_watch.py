@@ -92,20 +92,6 @@ def test_watch_tells_once_of_the_oldest_call_that_is_overdue():
     assert [(posted.phase, posted.others) for posted in told] == [("step 1", "ranks 1")]
 
 
-def test_watch_leaves_a_device_that_failed_to_the_main_thread():
-    class Failed(_Now):
-        def query(self):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    told = []
-    watch = TransferWatch(0.05, told.append, poll_seconds=0.01)
-    watch.add([_Now(ends=False)], reached=Failed(), phase="step 1", others="ranks 1")
-    watch._thread.join(10)
-    assert not watch._thread.is_alive()
-    watch.close()
-    assert told == []
-
-
 class _Frozen(_Now):
     def query(self):
         ctypes.PyDLL(None).sleep(60)  # as CUDA's may: it keeps Python's lock while it waits

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, PlanError
@@ -312,49 +312,11 @@ def test_sweeps_of_states_hide_behind_nothing_and_are_not_made_again(kind: str) 
 
 JOINT = all_terms_cost(replace(LLAMA_7B, kv_heads=32), HARDWARE)
 CAPACITY, LAYERS = 8192, 32
-LENGTH = st.integers(1, 300_000)
 
 
 def choosing(**changes) -> Cost:
     terms, changes = changes.pop("terms", JOINT), {"offloads_above_tokens": CAPACITY, "layers": LAYERS} | changes
     return terms.choosing(Choices(**changes))
-
-
-def _ratio(held: float, allowed: int) -> float:
-    """Find by halving the least ratio at which a rank holds so many tokens."""
-    low, high = 0.0, 1.0
-    if held <= allowed:
-        return 0.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        fits = held * (2 + (1 - middle) * (LAYERS - 2)) / LAYERS <= allowed
-        low, high = (low, middle) if fits else (middle, high)
-    return high
-
-
-@example(length=20_000, degree=2, recompute="none")
-@given(length=LENGTH, degree=st.integers(1, 40), recompute=st.sampled_from(RECOMPUTE_KINDS))
-def test_a_piece_pays_for_the_least_ratio_that_holds_it(length: int, degree: int, recompute: str) -> None:
-    cost = replace(JOINT, copy_bytes_per_second=3e9)  # slow enough to show
-    joint = choosing(terms=cost, recompute=recompute)
-    if length / degree > joint.most_held_tokens(CAPACITY):
-        degree = -(-length // joint.most_held_tokens(CAPACITY))
-    ratio = _ratio(length / degree, CAPACITY + (degree > 1))
-    wanted = cost.piece_seconds([length], degree, Choice(offload=ratio, recompute=recompute))
-    assert joint.piece_seconds([length], degree) == pytest.approx(wanted, rel=1e-9)
-    (of_ring,) = joint.ring_piece_seconds(np.array([length]), np.array([degree])).tolist()
-    assert of_ring == pytest.approx(wanted, rel=1e-9)
-
-
-@given(lengths=st.lists(LENGTH, min_size=1, max_size=5), degree=st.sampled_from([1, 3, 6, 8, 12, 16, 32, 64]))
-def test_a_ring_takes_the_quickest_split_of_heads(lengths: list[int], degree: int) -> None:
-    joint = choosing(splits_heads=True, offloads_above_tokens=np.inf)
-    groups = [group for group in range(1, 33) if 32 % group == 0 and degree % group == 0]
-    wanted = min(JOINT.piece_seconds(lengths, degree, Choice(heads=group)) for group in groups)
-    assert joint.piece_seconds(lengths, degree) == wanted
-    each = [min(JOINT.piece_seconds([length], degree, Choice(heads=group)) for group in groups) for length in lengths]
-    many = joint.ring_piece_seconds(np.array(lengths), np.full(len(lengths), degree))
-    assert many.tolist() == pytest.approx(each, rel=1e-12)
 
 
 def test_ranks_hold_what_the_plan_file_and_the_host_allow() -> None:

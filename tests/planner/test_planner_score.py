@@ -158,12 +158,3 @@ def test_score_prices_what_a_plan_asks_for():
         assert scored == pytest.approx(expected), name
     seconds = [scored for scored, _ in took.values()] + [score(shares, ALL_TERMS).makespan_seconds]
     assert len({round(each, 9) for each in seconds}) == 5
-
-
-def test_score_prices_offload_and_recomputation_of_local_packs():
-    pack = make_plan(16, (700, 90), [ring([3], 0, 1)], layers=32)
-    plain, offloaded, again = (
-        score(changed(pack, **asked), ALL_TERMS).makespan_seconds
-        for asked in ({}, {"offload": 1.0}, {"recompute": "layer"})
-    )
-    assert plain < min(offloaded, again)

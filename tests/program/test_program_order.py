@@ -2,20 +2,15 @@
 
 import ast
 import re
-from collections import deque
 from dataclasses import replace
-from functools import partial
-from itertools import starmap
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan
-from testing.order import CONNECTIONS, StrictMatcher, check_order, rank_groups
+from testing.order import CONNECTIONS, check_order, rank_groups
 
 import lengthwise
-from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.program import last_on_all_ranks, lower_microbatch, refuse_unsupported, ring_order
 from properties import costly
@@ -150,42 +145,6 @@ def test_order_e_any_plan_with_split_heads_and_any_recomputation_completes(choos
     assert check_order(mixed, layers=2) >= check_order(plan, layers=2) + 2 * again
     for windows in ([None, None], [3, None]):
         check_order(mixed, windows=windows, counts_routers=True)
-
-
-def other_order(plan):
-    return replace(plan, microbatches=plan.microbatches[::-1])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [(other_order, r"rank \d to rank \d"), (lambda plan: recomputing(plan, "none", "layer"), "rank 1")],
-    ids=["opposite orders", "recomputes alone"],
-)
-def test_order_check_finds_a_rank_that_runs_another_plan(change, said):
-    """Why order and recomputation belong to the plan: the others take what it sends for something else."""
-    plan = make_plan(3, [9, 7], [Piece(ranks=(0, 1), sequences=(i,)) for i in range(2)])
-    matcher = StrictMatcher(3)
-    for rank in range(3):
-        for label, operations in rank_groups(change(plan) if rank == 1 else plan, rank, windows=[None]):
-            matcher.post(rank, label, operations)
-    with pytest.raises(PlanError, match=said):
-        list(matcher.progress())
-
-
-@pytest.mark.parametrize(
-    ("left_out", "said"),
-    [(CONNECTIONS, "rank 0, microbatch 0, .*; got rank 3"), ("start", "rank 0, .*; got the first")],
-)
-def test_order_check_finds_calls_that_would_connect_ranks(left_out, said):
-    """A ring in another order than the line's, and a wave whose gathers are the first of their kind."""
-    plan = make_plan(4, [9], [Piece(ranks=(0, 3, 1, 2), sequences=(0,))])
-    plan = replace(plan, schedule={"kind": "waves"}, requires=("waves",))
-    assert check_order(plan) > 0
-    groups = [(label, each) for label, each in rank_groups(plan, 0, windows=[None]) if label != left_out]
-    matcher = StrictMatcher(4)
-    matcher.meet(0, [each.peer for label, posted in groups for each in posted if label == CONNECTIONS])
-    with pytest.raises(PlanError, match=said):
-        deque(starmap(partial(matcher.post, 0), groups), maxlen=0)
 
 
 @given(first=st.integers(0, 500), groups=st.integers(1, 40), heads=st.sampled_from([1, 2, 4, 8, 16]))
