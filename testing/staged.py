@@ -64,7 +64,6 @@ class StagedTransport(TransportWrapper):
         return Done()
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group, also through host memory."""
         return StagedTransport(self._inner.among(groups), stages=self._stages)
 
     def apart(self) -> Transport:

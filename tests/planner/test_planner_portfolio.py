@@ -5,14 +5,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from testing.plans import clip_for, make_plan, planners_of
+from testing.plans import clip_for, planners_of
 
 from lengthwise.core.errors import PlanError
-from lengthwise.core.plan import RECOMPUTE_KINDS, Piece, Plan
+from lengthwise.core.plan import RECOMPUTE_KINDS, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, plain_cost
 from lengthwise.planner import CUTTING_PLANNERS, PLANNERS, PlanOptions, plan_step, score
-from lengthwise.planner.portfolio import split_heads
 from lengthwise.planner.problem.effort import FAR
 from lengthwise.program import check_plan, ring_order
 from properties import costliest
@@ -170,19 +169,6 @@ def test_split_heads_are_chosen_with_the_degree() -> None:
     assert auto.requires == ("heads",)
     assert auto.microbatches[0].pieces[0].heads > 1
     assert seconds_of(auto) < 0.95 * seconds_of(off)
-
-
-@pytest.mark.parametrize(("first", "expected"), [(0, 8), (4, 4), (5, 1)])
-def test_heads_are_split_where_groups_stay_in_a_node(first: int, expected: int) -> None:
-    """Nodes are of eight ranks: groups of eight stay in them from 0 on, of four from 4 on."""
-    plan = make_plan(32, (80_000,), [Piece(ranks=ring_order(first, 16), sequences=(0,))], layers=32)
-    fast_inside = replace(
-        FULL_HEADS,
-        near=replace(FULL_HEADS.near, bytes_per_second=1e13),
-        far=replace(FULL_HEADS.far, bytes_per_second=2e10),
-        exchange_bytes=40 * FULL_HEADS.exchange_bytes,
-    )
-    assert split_heads(plan, fast_inside).microbatches[0].pieces[0].heads == expected
 
 
 @pytest.mark.parametrize("asked", ["8", 5])
