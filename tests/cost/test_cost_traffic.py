@@ -34,8 +34,6 @@ def test_a_wave_takes_what_the_posted_calls_take_one_after_the_other(ties: bool)
         assert traffic.wave_seconds(work * layers, 2 * work * layers) == pytest.approx(took)
 
 
-
-
 def _run(units: list[UnitKind], seconds: dict[str, list[float]], work: float) -> FakeNccl:
     """Run a wave whose layers take `work` forward and twice that backward, half of it on the other rank."""
     return FakeNccl([_wave(units, seconds, work), _wave(units, seconds, work / 2)])

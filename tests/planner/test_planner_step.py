@@ -61,7 +61,7 @@ def test_plan_step_is_the_same_in_another_process(capsys) -> None:
         "cluster = Cluster(ranks=13, capacity_tokens=8192);"
         "from lengthwise.planner import CUTTING_PLANNERS;"
         "lengths = draw_lengths('byted', 2**16, 5, 50_000);"
-        "options = [PlanOptions(planner=name, planning_share=1e-6) for name in CUTTING_PLANNERS];"
+        "options = [PlanOptions(planner=name, planning_share=1e-10) for name in CUTTING_PLANNERS];"
         "plans = [plan_step(lengths, cluster, cost, each) for each in options];"
         "from lengthwise.cost import all_terms_cost, named_hardware, named_shape;"
         "links = all_terms_cost(named_shape('llama-7b'), named_hardware('h100'));"
