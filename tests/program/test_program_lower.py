@@ -48,8 +48,9 @@ def test_lowering_covers_each_visible_pair_once_under_any_shares(length, shares)
     follow_rounds(plan)
 
 
-def test_windowed_lowering_tiles_long_documents():
-    plan, window = make_plan(1, [270], [Piece(ranks=(0,), sequences=(0,))]), 129
+@pytest.mark.parametrize(("length", "window"), [(270, 129), (3, 2)])
+def test_windowed_lowering_tiles_long_documents_and_masks_the_first_token_beyond(length, window):
+    plan = make_plan(1, [length], [Piece(ranks=(0,), sequences=(0,))])
     assert covered_pairs(plan, window) == expected_pairs(plan, window)
 
 
