@@ -31,11 +31,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from testing import make_plan, run_ranks
-from testing.core_shares import core_shares
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig
 
 from batches import stdlib_files
+from core_shares import core_shares
 from lengthwise.attention import choose_kernel
 from lengthwise.cli.machine import machine_lines
 from lengthwise.comm import Mesh, SoloTransport

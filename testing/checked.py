@@ -49,7 +49,6 @@ class CheckedTransport(TransportWrapper):
         self._under_way: deque[_CheckedPending] = deque()
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Meet these ranks."""
         self._inner.connect(peers)
         self._met.update(peers)
 
@@ -72,17 +71,14 @@ class CheckedTransport(TransportWrapper):
         return pending
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Begin a `reduce_scatter`, once the next rank is known to be at the same one."""
         self._compare(source, key)
         return self._inner.reduce_scatter_async(output, source, key=key)
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Begin an `all_gather`, once the next rank is known to be at the same one."""
         self._compare(source, key)
         return self._inner.all_gather_async(output, source, key=key)
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group, compared among its ranks."""
         own = next(ranks for ranks in groups if self.rank in ranks)
         return CheckedTransport(self._inner.among(groups), self._exchange_headers, ranks=own)
 

@@ -168,31 +168,8 @@ class FakeNccl:
                     self._at(each.last_end(), each.rank, each)
 
     def _refuse_unfinished(self) -> None:
-        left = [each for calls in self._calls for each in calls if each.ended is None]
-        if not left:
-            return
-        chain, call = list[Call](), left[0]
-        while call not in chain:
-            chain.append(call)
-            found = self._holds_up(call)
-            if found is None:
-                got = f"{call}, whose other side is never posted"
-                break
-            call = found
-        else:
-            got = "; ".join(f"{each} waits for {self._holds_up(each)}" for each in chain[chain.index(call) :])
-        remedy = "Let all ranks post their calls in one order, with CTAs for all that are under way."
-        raise TransferError("NCCL", expected="every call to end", got=f"a deadlock: {got}", remedy=remedy)
-
-    def _holds_up(self, call: Call) -> Call | None:
-        """Return the call that this one waits for; None: one that no rank posts."""
-        if call.begun is not None:
-            return next(each for sides in call.sides for each in sides if each is None or each.begun is None)
-        if not call.is_reached:
-            item = self._items[call.rank][self._next_item[call.rank]]
-            assert isinstance(item, Wait), f"{call} is stuck in {item}"
-            return item.call
-        first = self._calls[call.rank][self._next_call[call.rank]]
-        if first is not call:
-            return first
-        return call.before if not call.is_due() else self._under_way[call.rank][0]
+        if left := [str(each) for calls in self._calls for each in calls if each.ended is None]:
+            remedy = "Let all ranks post their calls in one order, with CTAs for all that are under way."
+            raise TransferError(
+                "NCCL", expected="every call to end", got=f"a deadlock: {'; '.join(left)}", remedy=remedy
+            )

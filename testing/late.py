@@ -16,15 +16,12 @@ class LateTransport(TransportWrapper):
     """
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Sum, once it is waited for."""
         return _Late(output, lambda: self._inner.reduce_scatter_async(output, source, key=key).wait())
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Gather, once it is waited for."""
         return _Late(output, lambda: self._inner.all_gather_async(output, source, key=key).wait())
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group, as late."""
         return LateTransport(self._inner.among(groups))
 
     def apart(self) -> Transport:
@@ -32,7 +29,6 @@ class LateTransport(TransportWrapper):
         return LateTransport(self._inner.apart())
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post, with NaN where messages will be."""
         for room, _ in receives:
             if room.is_floating_point():
                 room.fill_(float("nan"))

@@ -54,7 +54,6 @@ class DeviceWaits(TorchDispatchMode):
         self.reached = self.posted
 
     def take(self) -> list[str]:
-        """Return what was found since the last call."""
         found, self.found = self.found, []
         return found
 
@@ -176,14 +175,12 @@ class OneOfMany(Lone):
     """One rank without the others, which checks what it asks of them; what comes has no values."""
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Check messages, and drop them."""
         for tensor, peer in (*sends, *receives):
             assert tensor.is_contiguous(), f"messages must be contiguous, got strides {tensor.stride()}"
             assert 0 <= peer < self.world_size, f"rank {peer} of {self.world_size}"
         return super().exchange(sends, receives)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Check sizes."""
         assert self.world_size * output.numel() == source.numel(), (output.shape, source.shape)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:

@@ -29,42 +29,34 @@ class RecordingTransport(TransportWrapper):
         self.calls: list[Call] = [] if calls is None else calls
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Record and post one grouped call."""
         self.calls.append(
             Call(name="exchange", phase=self.phase, sends=_described(sends), receives=_described(receives))
         )
         return self._inner.exchange(sends, receives)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Record and sum."""
         self._collective("all_reduce")
         self._inner.all_reduce(tensor)
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Record, sum and keep a slice."""
         self.reduce_scatter_async(output, source).wait()
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Record and begin to sum."""
         self._collective("reduce_scatter", key)
         return self._inner.reduce_scatter_async(output, source, key=key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Record and concatenate."""
         self.all_gather_async(output, source).wait()
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Record and begin to concatenate."""
         self._collective("all_gather", key)
         return self._inner.all_gather_async(output, source, key=key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Record and overwrite."""
         self._collective("broadcast")
         self._inner.broadcast(tensor, source)
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group, recorded with the others."""
         return RecordingTransport(self._inner.among(groups), self.calls)
 
     def apart(self) -> Transport:

@@ -29,13 +29,11 @@ def device_actions(microbatches: Sequence[Microbatch], order: StageOrder) -> dic
     return actions
 
 
-def stage_items(
-    plan: Plan, forward: Seconds, backward: Seconds, send: Seconds, *, apart: bool = True
-) -> list[list[Item]]:
+def stage_items(plan: Plan, forward: Seconds, backward: Seconds, send: Seconds) -> list[list[Item]]:
     """List what the ranks of a plan of kind `pipeline` give their devices, as `engine.step` does.
 
     Seconds are functions of microbatch and replica: of passes through a chunk, and of a message to the next stage. An
-    action of several replicas begins with a ring of them all. apart: messages have a communicator of their own.
+    action of several replicas begins with a ring of them all.
     """
     stages, items = plan.schedule["stages"], list[list[Item]]()
     for replica, stage in product(range(plan.ranks), range(stages)):
@@ -67,8 +65,7 @@ def stage_items(
                     )
                     for kind, each in messages
                 ]
-                communicator = "stages" if apart else "transfers"
-                call = Call(communicator=communicator, operations=operations, label=("messages of tick", turn.tick))
+                call = Call(communicator="stages", operations=operations, label=("messages of tick", turn.tick))
                 arriving |= {named(each): call for each in turn.receives}
                 own.append(call)
                 sent.append(call)

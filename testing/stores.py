@@ -25,7 +25,6 @@ class CountingStore:
         self.leaving_bytes = 0
 
     def put(self, values: Tensor) -> Kept:
-        """Copy the bytes."""
         number = sum(what == "put" for what, _ in self.events)
         self.events.append(("put", number))
         self.put_bytes += values.numel()
@@ -47,13 +46,11 @@ class Kept:
         self._store, self._number, self._values, self._fetched = store, number, values, False
 
     def fetch(self) -> None:
-        """Note it, once."""
         if not self._fetched:
             self._store.events.append(("fetch", self._number))
             self._fetched = True
 
     def take(self) -> Tensor:
-        """Return the bytes."""
         self._store.events.append(("take", self._number))
         return self._values
 
@@ -78,7 +75,6 @@ class CopyStore:
         self.leaving_bytes = 0
 
     def put(self, values: Tensor) -> _Copy:
-        """Copy the bytes."""
         return _Copy(values)
 
     def free(self, stored: Iterable[Any]) -> None:

@@ -124,44 +124,35 @@ class StrictTransport:
         self._place = rank  # in the world
 
     def connect(self, peers: Sequence[int]) -> None:
-        """Exchange one number with each of these ranks that is new."""
         new = self._world.meet(self._place, peers, order=self._order)
         self.exchange(*([(torch.zeros(1), peer) for peer in new] for _ in range(2))).wait()
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
-        """Post one grouped call (see `Transport.exchange`)."""
         operations = [Operation(kind="send", peer=peer, size=_size(t), payload=t) for t, peer in sends]
         operations += [Operation(kind="receive", peer=peer, size=_size(t), payload=t) for t, peer in receives]
         return self._post("transfer", operations) if operations else Done()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum over all ranks, in place."""
         self._collective("all_reduce", tensor, tensor, lambda tensors: [_sum(tensors)] * len(tensors)).wait()
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
-        """Sum over all ranks and keep this rank's slice."""
         self.reduce_scatter_async(output, source).wait()
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Begin a `reduce_scatter` (see `Transport.reduce_scatter_async`)."""
         return self._collective("reduce_scatter", output, source, lambda each: _sum(each).chunk(self.world_size), key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
-        """Concatenate the tensors of all ranks."""
         self.all_gather_async(output, source).wait()
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        """Begin an `all_gather` (see `Transport.reduce_scatter_async`)."""
         return self._collective("all_gather", output, source, lambda tensors: [torch.cat(tensors)] * len(tensors), key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Overwrite with the tensor of rank `source`."""
         self._collective(
             f"broadcast from {source}", tensor, tensor, lambda tensors: [tensors[source].clone()] * len(tensors)
         ).wait()
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
-        """Return the collectives of this rank's group (see `Transport.among`)."""
         members = next(tuple(ranks) for ranks in groups if self._place in ranks)
         return _Among(self, members)
 

@@ -34,7 +34,6 @@ class ReferenceVarlenOps:
         self._kernel = ReferenceKernel()
 
     def forward(self, block: Block, documents: Documents) -> tuple[Tensor, Tensor]:
-        """Compute out and lse (see `VarlenOps.forward`)."""
         self.calls += 1
         q = block.q
         _check(documents, q, block.k, block.v)
@@ -48,7 +47,6 @@ class ReferenceVarlenOps:
     def backward(
         self, grad_out: Tensor, block: Block, saved: Saved, documents: Documents
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute gradients (see `VarlenOps.backward`)."""
         self.calls += 1
         q, out, lse = block.q, saved.out, saved.lse
         _check(documents, q, block.k, block.v, out, grad_out)
@@ -178,12 +176,10 @@ class ReferenceDenseOps:
         self._kernel = ReferenceKernel()
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
-        """Compute out and lse (see `DenseOps.forward`)."""
         self._take(block, block.q, block.k, block.v)
         return self._kernel.forward(block)
 
     def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute gradients (see `DenseOps.backward`)."""
         self._take(block, grad_out, block.q, block.k, block.v, saved.out, saved.lse)
         assert saved.lse.shape == (block.q.shape[1], len(block.q)), f"lse {tuple(saved.lse.shape)}"
         assert saved.lse.isfinite().all(), "weights of rows that were appended must be finite"

@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -257,33 +257,16 @@ def verdicts(programs: Sequence[Program], *, wait_seconds: float = WAIT_SECONDS)
 
 
 def shortest(program: Program, *, seconds: float = 60.0, wait_seconds: float = WAIT_SECONDS) -> Program:
-    """Drop operations from a program that fails, while it still does by the same harm."""
-    end, found = time.monotonic() + seconds, verdicts([program], wait_seconds=wait_seconds)[0]
-
-    def failing(programs: Sequence[Program]) -> list[bool]:
-        sound = [each for each in programs if each.operations and is_sound(each)]
-        fails = iter([each.harm == found.harm for each in verdicts(sound, wait_seconds=wait_seconds)])
-        return [bool(each.operations) and is_sound(each) and next(fails) for each in programs]
-
-    def without(places: Collection[int]) -> Program:
-        kept = tuple(each for number, each in enumerate(program.operations) if number not in places)
-        return replace(program, operations=kept)
-
-    first = replace(program, early_hook=None), without(range((found.place or 0) + 1, len(program.operations)))
-    program = next(
-        (each for each, fails in zip(first, failing(first), strict=True) if fails and each != program), program
-    )
+    """Drop operations from a program that fails, one by one, while it still does by the same harm."""
+    end, (found,) = time.monotonic() + seconds, verdicts([program], wait_seconds=wait_seconds)
     while time.monotonic() < end:
-        places = range(len(program.operations))
-        alone = [
-            place for place, fails in zip(places, failing([without([each]) for each in places]), strict=True) if fails
-        ]
-        if not alone:
+        every = program.operations
+        fewer = [replace(program, operations=(*every[:place], *every[place + 1 :])) for place in range(len(every))]
+        fewer += [replace(program, early_hook=None)] if program.early_hook else []
+        fewer = [each for each in fewer if each.operations and is_sound(each)]
+        judged = zip(fewer, verdicts(fewer, wait_seconds=wait_seconds), strict=True)
+        less = next((each for each, verdict in judged if verdict.harm == found.harm), None)
+        if less is None:
             break
-        some = [alone, alone[: len(alone) // 2], alone[len(alone) // 2 :], alone[-1:]]  # the last of them surely fails
-        program = next(
-            without(each)
-            for each, fails in zip(some, failing([without(e) for e in some]), strict=True)
-            if fails or each is some[-1]
-        )
+        program = less
     return program

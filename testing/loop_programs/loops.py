@@ -24,7 +24,6 @@ from lengthwise.models import keep_double
 from testing.loop_programs.models import (
     SUM_SCALE,
     by_sums,
-    loss_tokens,
     make_model,
     make_optimizer,
     make_parameter,
@@ -32,6 +31,7 @@ from testing.loop_programs.models import (
 )
 from testing.loop_programs.program import LAYOUTS, Operation, Program
 from testing.saved import new_folder, whole_state
+from testing.small import loss_tokens
 
 _GAMMA = 0.7
 Numbers = list[float]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,17 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, MixtralForCausalLM
 
+from testing.tiny import SIZES
+
 VOCAB = 24
-_SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
-}
+_SIZES = {**SIZES, "vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "max_position_embeddings": 256}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 _DECAY = 0.1
 SUM_SCALE = 1e4  # of squares of sums over sequences, so that no loop diverges and rounding stays rounding
@@ -90,11 +83,6 @@ def make_rows(lengths: Sequence[int], seed: int) -> list[dict[str, Tensor]]:
         hidden = torch.rand(length, generator=generator) < (0.3 if number else 0.0)
         rows.append({"input_ids": ids, "labels": torch.where(hidden, -100, ids)})
     return rows
-
-
-def loss_tokens(rows: Sequence[Mapping[str, Tensor]]) -> float:
-    """Count the tokens that have a loss."""
-    return float(sum(int((row["labels"][1:] != -100).sum()) for row in rows))
 
 
 def make_parameter() -> nn.Parameter:

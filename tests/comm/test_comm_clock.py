@@ -65,27 +65,6 @@ def test_waiting_in_collectives_is_told_apart(device):
     assert spent.busy_seconds == 0.0
 
 
-def test_host_waits_are_seconds_of_the_host(device):
-    """One inside another is part of it, and what the device computed beside it is none."""
-    clock = Clock()
-    interval = clock.start(CPU)
-    device.host += 2.0
-
-    def fail():
-        with clock.waiting(), clock.waiting():
-            device.host += 3.0
-            raise ValueError("gone")
-
-    with pytest.raises(ValueError, match="gone"):
-        fail()
-    assert interval.stop() == Spent(seconds=5.0, transfer_seconds=3.0, collective_seconds=0.0)
-    interval = clock.start(CUDA)
-    device.give(3.0)
-    with clock.waiting(on_stream=True), clock.waiting():
-        device.host += 4.0
-    assert interval.stop().waited_seconds == 1.0
-
-
 @given(
     st.lists(st.tuples(st.sampled_from(["compute", "post", "wait", "host"]), SECONDS), max_size=30), st.booleans()
 )  # fmt: skip

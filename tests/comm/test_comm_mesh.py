@@ -44,15 +44,3 @@ def expected(rank):
 @pytest.mark.parametrize("run", [run_ranks, lambda work, ranks: StrictWorld(ranks).run(work)], ids=["gloo", "strict"])
 def test_a_stages_replicas_are_a_world_of_their_own(run):
     assert run(work, 6) == [expected(rank) for rank in range(6)]
-
-
-def test_first_stage_has_met_all_that_send_it_a_whole_model():
-    def sends_all(world):
-        mesh, came = Mesh(world, 5), torch.zeros(1)
-        for stage in range(1, 5):
-            if world.rank == stage:
-                mesh.between.exchange([(torch.ones(1), 0)], []).wait()
-            elif world.rank == 0:
-                mesh.between.exchange([], [(came, stage)]).wait()
-
-    StrictWorld(10).run(sends_all)

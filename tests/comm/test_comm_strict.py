@@ -1,7 +1,5 @@
 """The strict in-process transport: everything NCCL would hang on or gloo would hide is an error here."""
 
-import threading
-
 import pytest
 import torch
 from testing.strict import StrictWorld
@@ -90,17 +88,13 @@ BEFORE = "no transfer under way when a collective is posted"
 SAME = "the same collective calls in the same order"
 REFUSED = [
     (send(torch.zeros(3), torch.zeros(4)), SIZES),
-    (send(torch.zeros(4), torch.zeros(2, 2)), SIZES),
     (send(torch.zeros(4), torch.zeros(4, dtype=torch.float64)), SIZES),
     (reduce_at(0), "deadlock"),
     (lambda t: t.rank or full_sum(t), r"gone: \[1\]"),
     # Both ranks do the same, so it would go well here; on NCCL it holds up whoever is not there yet.
     (lambda t: (scatter(t), swap(t)), BESIDE),
-    (lambda t: (gather(t), swap(t)), BESIDE),
     (lambda t: (swap(t), scatter(t)), BEFORE),
-    (lambda t: (swap(t), full_sum(t)), BEFORE),
     (lambda t: full_sum(t) if t.rank else t.broadcast(full(1), 0), SAME),
-    (lambda t: full_sum(t, size=2 + t.rank), SAME),
     (lambda t: full_sum(t, dtype=torch.float64 if t.rank else torch.float32), SAME),
     (lambda t: [each.wait() for each in ((scatter(t), gather(t)) if t.rank else (gather(t), scatter(t)))], SAME),
     (lambda t: gather(t, key=(1 + t.rank,)).wait(), SAME),
@@ -145,18 +139,6 @@ def test_strict_refuses_what_would_hang_or_be_wrong(work, said):
         StrictWorld(2).run(work)
 
 
-def test_strict_failing_rank_releases_the_others_and_is_the_one_raised():
-    def work(t):
-        if t.rank == 2:
-            raise ValueError("rank 2 has its own reason")
-        t.exchange([], [(full(0), 2)]).wait()
-
-    before = set(threading.enumerate())
-    with pytest.raises(ValueError, match="its own reason"):
-        StrictWorld(4).run(work)
-    assert set(threading.enumerate()) <= before
-
-
 def test_agree_names_the_ranks_that_differ():
     def work(t):
         t.phase = "agreeing"
@@ -183,16 +165,3 @@ def test_world_of_one_needs_no_one():
     t.exchange([], []).wait()
     with pytest.raises(AssertionError, match="world of one"):
         t.exchange([(out, 0)], [])
-
-
-def test_strict_lets_transfers_beside_collectives_with_a_key():
-    def work(t):
-        everyone = torch.zeros(2)
-        t.all_gather(everyone, full(t.rank, 1))
-        gather = t.all_gather_async(everyone, full(t.rank, 1), key=(1, 0))
-        got = full(-1, 1)
-        t.exchange([(full(t.rank, 1), 1 - t.rank)], [(got, 1 - t.rank)]).wait()
-        gather.wait()
-        return everyone.tolist(), got.item()
-
-    assert StrictWorld(2).run(work) == [([0, 1], 1), ([0, 1], 0)]

@@ -1,8 +1,8 @@
 """The watch over calls on GPUs: a peer that is gone is told of in time, a host that is far ahead is left alone."""
 
+import ctypes
 import faulthandler
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 
@@ -92,41 +92,25 @@ def test_watch_tells_once_of_the_oldest_call_that_is_overdue():
     assert [(posted.phase, posted.others) for posted in told] == [("step 1", "ranks 1")]
 
 
-def test_watch_leaves_a_device_that_failed_to_the_main_thread():
-    class Failed(_Now):
-        def query(self):
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    told = []
-    watch = TransferWatch(0.05, told.append, poll_seconds=0.01)
-    watch.add([_Now(ends=False)], reached=Failed(), phase="step 1", others="ranks 1")
-    watch._thread.join(10)
-    assert not watch._thread.is_alive()
-    watch.close()
-    assert told == []
-
-
-FROZEN = """
-import ctypes, threading, time
-from lengthwise.comm.transfer_watch import TransferWatch
-
-class Driver:
-    def is_completed(self):
-        return False
+class _Frozen(_Now):
     def query(self):
         ctypes.PyDLL(None).sleep(60)  # as CUDA's may: it keeps Python's lock while it waits
 
-watch = TransferWatch(0.3, print, poll_seconds=0.05, ends_frozen=True, grace_seconds=0.3)
-watch.add([Driver()], reached=Driver(), phase="step 1", others="ranks 1")
-time.sleep(60)
-"""
 
+def test_a_process_whose_watch_is_frozen_ends_with_all_stacks(capfd):
+    def frozen():
+        faulthandler.enable(2)
+        watch = TransferWatch(0.3, print, poll_seconds=0.05, ends_frozen=True, grace_seconds=0.3)
+        watch.add([_Now(ends=False)], reached=_Frozen(), phase="step 1", others="ranks 1")
+        time.sleep(60)
 
-def test_a_process_whose_watch_is_frozen_ends_with_all_stacks():
-    ran = subprocess.run([sys.executable, "-c", FROZEN], capture_output=True, text=True, timeout=40)
-    assert ran.returncode == 1
-    assert "Timeout (0:00:00.600000)!" in ran.stderr
-    assert "in query" in ran.stderr
+    process = multiprocessing.get_context("fork").Process(target=frozen)
+    process.start()
+    process.join(40)
+    said = capfd.readouterr().err
+    assert process.exitcode == 1
+    assert "Timeout (0:00:00.600000)!" in said
+    assert "in query" in said
 
 
 def test_the_watch_leaves_no_time_behind_and_its_thread_begins_on_its_device(monkeypatch):

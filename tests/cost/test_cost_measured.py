@@ -44,7 +44,6 @@ def test_the_file_comes_back_as_it_was_written(tmp_path):
     [
         (None, "No such file"),
         ('{"schema": "lengthwise.measurements/2"}', "lengthwise.measurements/1"),
-        ('{"schema": "lengthwise.measurements/1", "schema": 1}', 'the key "schema" twice'),
         ('{"schema": "lengthwise.measurements/1"', "broken JSON"),
     ],
 )
@@ -87,7 +86,6 @@ def free(raw):
         (lambda raw: raw["fit"]["terms"].pop("linear_seconds"), "no linear_seconds"),
         (lambda raw: raw["fit"]["terms"]["forward_linear"].update(value=1.5), "a share below 1"),
         (lambda raw: raw["fit"]["terms"]["near_bytes_per_second"].update(value=0.0), "more than 0 and less"),
-        (lambda raw: raw["fit"]["terms"]["linear_seconds"].update(value=1e300), "at most 1e+06 seconds"),
         (lambda raw: raw.update(hardware="abacus"), "h100"),
         (lambda raw: raw["fit"].update(block_efficiency=[[100.0, 0.9], [200.0, 0.5]]), "block_efficiency"),
         (free, "at least one coefficient above 0"),

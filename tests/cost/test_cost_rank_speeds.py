@@ -12,6 +12,7 @@ from cost.test_cost_fit import machine
 from lengthwise.core.plan import Piece
 from lengthwise.cost.passes import parts_by_shares
 from lengthwise.cost.rank_speeds import RanStep, rank_speeds
+from properties import costly
 
 
 def work_of(plan, cost):
@@ -39,6 +40,7 @@ def ran(lengths, cost, noise=0.0, rng=None):
 LENGTHS = st.lists(st.integers(1, 6000), min_size=2, max_size=6)
 
 
+@costly
 @given(st.lists(LENGTHS, min_size=5, max_size=20), st.floats(0.2, 0.8))
 def test_a_slow_rank_is_found(batches, speed):
     true = machine(curve=())
@@ -52,6 +54,7 @@ def test_a_slow_rank_is_found(batches, speed):
     assert speeds[1] == pytest.approx(speed, abs=0.03)
 
 
+@costly
 @given(st.lists(LENGTHS, min_size=1, max_size=20), st.integers(0, 99))
 def test_ranks_that_are_alike_stay_alike(batches, seed):
     rng = np.random.default_rng(seed)

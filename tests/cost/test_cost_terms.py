@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, PlanError
@@ -167,17 +167,6 @@ def test_offload_costs_what_compute_does_not_hide() -> None:
     assert cost.free_offload(np.array([100]), np.array([1])).tolist() == pytest.approx([0.5])
 
 
-def test_long_sequences_offload_for_free_as_published() -> None:
-    """ByteScale: at 64K a ratio of 0.5 costs nothing, at 256K one of 1.0."""
-    lengths = np.array([2048, 65536, 262144])
-    flash2 = all_terms_cost(named_shape("llama-7b"), named_hardware("h100").with_kernel("flash2"))
-    free = flash2.free_offload(lengths, np.ones(3, dtype=np.int64))
-    assert free[0] < 0.5 <= free[1] < 1.0 == free[2]
-    for length, ratio in zip(lengths.tolist(), free.tolist(), strict=True):
-        alone = flash2.piece_seconds([length], 1)
-        assert flash2.piece_seconds([length], 1, Choice(offload=ratio)) == pytest.approx(alone)
-
-
 def test_recomputation_runs_the_ring_again_only_with_attention() -> None:
     cost = replace(
         full_cost(linear_seconds=3.0, ring_seconds=10.0, hop_seconds=1.0),
@@ -267,18 +256,13 @@ def test_analytic_cost_counts_flops_and_bytes() -> None:
     )  # backward is 3 x: K, V again and fp32 dK, dV
 
 
-PUBLISHED_MS = {4: (0.8, 0.9), 32: (14.1, 7.5), 128: (175.5, 28.2)}
-
-
-@pytest.mark.parametrize("k_tokens", PUBLISHED_MS)
-def test_paper_gpu_gives_the_published_layer_times(k_tokens: int) -> None:
+def test_paper_gpu_gives_the_published_layer_times() -> None:
     cost = all_terms_cost(LLAMA_7B, named_hardware("bytescale-gpu"))
-    head = 2 * 4096 * 32000 / (1.2575e15 * 0.8123) * 1024 * k_tokens  # the output head is in our linear work
-    forward = cost.compute_seconds(np.array([1024 * k_tokens]))[0]
-    tokens = 1024 * k_tokens
-    attention = forward - cost.linear_seconds * tokens
-    layer = (attention / 3.5 + (cost.linear_seconds * tokens + cost.fixed_seconds) / 3 - head) / 32
-    assert 1e3 * layer == pytest.approx(sum(PUBLISHED_MS[k_tokens]), rel=0.03)
+    for tokens, milliseconds in ((4096, 0.8 + 0.9), (32_768, 14.1 + 7.5), (131_072, 175.5 + 28.2)):
+        head = 2 * 4096 * 32000 / (1.2575e15 * 0.8123) * tokens  # the output head is in our linear work
+        attention = cost.compute_seconds(np.array([tokens]))[0] - cost.linear_seconds * tokens
+        layer = (attention / 3.5 + (cost.linear_seconds * tokens + cost.fixed_seconds) / 3 - head) / 32
+        assert 1e3 * layer == pytest.approx(milliseconds, rel=0.03)
 
 
 @given(adapters=st.integers(0, 10**8), tokens=st.integers(1, 10**5), degree=st.integers(1, 64))
@@ -302,14 +286,14 @@ def test_stages_hold_their_share_of_the_layers() -> None:
     assert four.version != one.version
 
 
-@pytest.mark.parametrize("kind", RECOMPUTE_KINDS)
+@pytest.mark.parametrize("kind", ["none", "layer"])
 def test_sweeps_of_states_hide_behind_nothing_and_are_not_made_again(kind: str) -> None:
     """A cut of Qwen3.5-9B: rounds of a map of 4 MiB a sequence and layer in both passes, scans half as long again."""
     cost = all_terms_cost(named_shape("Qwen/Qwen3.5-9B"), named_hardware("h100"))
     bare = replace(cost, cut_seconds=0.0, sweep_bytes=0.0, sweep_messages=0.0)
     assert cost.sweep_bytes == 2 * 24 * (4 << 20)
     lengths, linear = [51_200, 12_800, 1_536], sum(each.linear for each in cost.passes(kind))
-    for degree, far_rounds in ((1, 0), (2, 0), (8, 0), (32, 6)):
+    for degree, far_rounds in ((1, 0), (8, 0), (32, 6)):
         links = [cost.near] * (degree - 1 - far_rounds) + [cost.far] * far_rounds
         rounds = sum(2 * 24 / 8 * each.hop_seconds + 3 * cost.sweep_bytes / each.bytes_per_second for each in links)
         scans = linear * cost.cut_seconds * 65_536 / degree * (degree > 1)
@@ -326,60 +310,13 @@ def test_sweeps_of_states_hide_behind_nothing_and_are_not_made_again(kind: str) 
         assert ran[0] - ran[1] == pytest.approx(rounds + scans, rel=1e-6)
 
 
-def test_sweeps_between_nodes_are_no_faster_than_the_uplink_and_one_rank_has_none() -> None:
-    cost = all_terms_cost(named_shape("Qwen/Qwen3.5-9B"), named_hardware("h100"))
-    narrow = replace(cost, uplink_bytes_per_second=cost.far.bytes_per_second / 4)
-    more = narrow.sweep_seconds(16, 1, 2) - cost.sweep_seconds(16, 1, 2)
-    assert more == pytest.approx(2 * cost.sweep_bytes * 3 / cost.far.bytes_per_second)
-    alone = replace(cost, crosses_node=True).reach(np.array([1, 2, 9]))
-    assert list(alone.far_rounds) == [0, 1, 2]
-
-
 JOINT = all_terms_cost(replace(LLAMA_7B, kv_heads=32), HARDWARE)
 CAPACITY, LAYERS = 8192, 32
-LENGTH = st.integers(1, 300_000)
 
 
 def choosing(**changes) -> Cost:
     terms, changes = changes.pop("terms", JOINT), {"offloads_above_tokens": CAPACITY, "layers": LAYERS} | changes
     return terms.choosing(Choices(**changes))
-
-
-def _ratio(held: float, allowed: int) -> float:
-    """Find by halving the least ratio at which a rank holds so many tokens."""
-    low, high = 0.0, 1.0
-    if held <= allowed:
-        return 0.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        fits = held * (2 + (1 - middle) * (LAYERS - 2)) / LAYERS <= allowed
-        low, high = (low, middle) if fits else (middle, high)
-    return high
-
-
-@example(length=20_000, degree=2, recompute="none")
-@given(length=LENGTH, degree=st.integers(1, 40), recompute=st.sampled_from(RECOMPUTE_KINDS))
-def test_a_piece_pays_for_the_least_ratio_that_holds_it(length: int, degree: int, recompute: str) -> None:
-    cost = replace(JOINT, copy_bytes_per_second=3e9)  # slow enough to show
-    joint = choosing(terms=cost, recompute=recompute)
-    if length / degree > joint.most_held_tokens(CAPACITY):
-        degree = -(-length // joint.most_held_tokens(CAPACITY))
-    ratio = _ratio(length / degree, CAPACITY + (degree > 1))
-    wanted = cost.piece_seconds([length], degree, Choice(offload=ratio, recompute=recompute))
-    assert joint.piece_seconds([length], degree) == pytest.approx(wanted, rel=1e-9)
-    (of_ring,) = joint.ring_piece_seconds(np.array([length]), np.array([degree])).tolist()
-    assert of_ring == pytest.approx(wanted, rel=1e-9)
-
-
-@given(lengths=st.lists(LENGTH, min_size=1, max_size=5), degree=st.sampled_from([1, 3, 6, 8, 12, 16, 32, 64]))
-def test_a_ring_takes_the_quickest_split_of_heads(lengths: list[int], degree: int) -> None:
-    joint = choosing(splits_heads=True, offloads_above_tokens=np.inf)
-    groups = [group for group in range(1, 33) if 32 % group == 0 and degree % group == 0]
-    wanted = min(JOINT.piece_seconds(lengths, degree, Choice(heads=group)) for group in groups)
-    assert joint.piece_seconds(lengths, degree) == wanted
-    each = [min(JOINT.piece_seconds([length], degree, Choice(heads=group)) for group in groups) for length in lengths]
-    many = joint.ring_piece_seconds(np.array(lengths), np.full(len(lengths), degree))
-    assert many.tolist() == pytest.approx(each, rel=1e-12)
 
 
 def test_ranks_hold_what_the_plan_file_and_the_host_allow() -> None:
@@ -395,31 +332,14 @@ def test_ranks_hold_what_the_plan_file_and_the_host_allow() -> None:
     assert recomputed == CAPACITY + int(1000.5 * token_bytes / JOINT.copy_bytes["layer"]) - 1
 
 
-@pytest.mark.parametrize("kind", ["layer", "all_but_attention"])
-def test_recomputed_costs_agree_with_what_they_are_made_of(kind: str) -> None:
-    priced = JOINT.recomputing(kind)
+def test_recomputed_costs_agree_with_what_they_are_made_of() -> None:
+    kind, priced = "layer", JOINT.recomputing("layer")
     lengths = np.array([1, 700, 50_000])
     alone = [JOINT.piece_seconds([length], 1, Choice(recompute=kind)) for length in lengths.tolist()]
     assert priced.compute_seconds(lengths) == pytest.approx(alone)
     assert priced.fixed_seconds == pytest.approx(JOINT.fixed_seconds * 4 / 3)
-    again = kind == "layer"
-    assert priced.hops_seconds(12) == pytest.approx(JOINT.hops_seconds(12) * (1 + again / 2))
+    assert priced.hops_seconds(12) == pytest.approx(JOINT.hops_seconds(12) * 1.5)
     assert priced.recomputing("none") is priced is priced.recomputing(kind)
-
-
-def test_a_tree_runs_at_the_speed_of_its_own_blocks() -> None:
-    """A prompt of 1,000 tokens, which two completions of 500 continue.
-
-    They see 3.5 million squared tokens: 1 and 2 x 0.25 million of their own, in blocks of 1,000 and 500, and 2 x 1
-    million of the prompt, in one of 1,000.
-    """
-    cost = Cost(quadratic_seconds=1e-6, block_efficiency=((250, 0.25), (500, 0.5), (1000, 1.0)))
-    (length,), priced = lengths_of([Tree((0, 1, 2), ((0, 1000), (1000, 1500), (1000, 1500)))], cost)
-    assert length == 2000
-    own = (1 * 1000 + 0.5 * 500) / 1.5  # tokens of a block, in the mean over squared tokens
-    for positions in (1, 2):
-        seconds = 1.5 / (own / positions / 1000) + 2 / (1 / positions)
-        assert priced.attention_seconds(np.array([2000.0]), positions) == pytest.approx([seconds])
 
 
 def test_a_long_completion_keeps_the_speed_of_its_own_block() -> None:
@@ -429,7 +349,7 @@ def test_a_long_completion_keeps_the_speed_of_its_own_block() -> None:
     (length,), priced = lengths_of([Tree((0, 1, 2, 3), spans)], cost)
     whole = cost.attention_seconds(np.array([65000.0, 5000.0, 5000.0]), 1).sum()
     assert 1 < priced.attention_seconds(np.array([float(length)]), 1)[0] / whole < 1.05
-    cost, length = Cost(quadratic_seconds=1.0), 2000
+    cost = Cost(quadratic_seconds=1.0)
     priced = lengths_of([Tree((0, 1, 2), ((0, 1000), (1000, 1500), (1000, 1500)))], cost)[1]
     assert priced.seen_pairs(np.array([2000.0])) == pytest.approx([3.5e6])
     assert priced.attention_seconds(np.array([1999.0]), 1) == cost.attention_seconds(np.array([1999.0]), 1)

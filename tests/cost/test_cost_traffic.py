@@ -17,7 +17,7 @@ SHAPE, H100 = named_shape("llama-3.1-8b"), named_hardware("h100")
 @pytest.mark.parametrize("ties", [False, True])
 def test_a_wave_takes_what_the_posted_calls_take_one_after_the_other(ties: bool) -> None:
     """One queue of calls beside the layers of two ranks, posted where `wave_order` says."""
-    times = product((1, 2, 5), (0.0, 1.0, 3.0), (0.5, 2.0), (1.0, 4.0), (0.0, 2.5), (0.7, 3.5))
+    times = product((1, 4), (0.0, 1.0, 3.0), (0.5, 2.0), (1.0, 4.0), (0.0, 2.5), (3.5,))
     for layers, work, gather, reduce, rest, head in times:
         head = 0.0 if ties else head
         seconds = {GATHER: [rest, *[gather] * layers], REDUCE: [2 * rest, *[reduce] * layers]}
@@ -32,14 +32,6 @@ def test_a_wave_takes_what_the_posted_calls_take_one_after_the_other(ties: bool)
         )  # fmt: skip
         took = _run(units, seconds, work).seconds
         assert traffic.wave_seconds(work * layers, 2 * work * layers) == pytest.approx(took)
-
-
-def test_what_a_wave_exposes_is_its_ends() -> None:
-    """Where layers outlast what travels beside them: the first gathers of both passes, and the last sums."""
-    units = [UnitKind(name="rest"), *[UnitKind(name="layer", again=True)] * 4]
-    ran = _run(units, {GATHER: [3.0, *[1.0] * 4], REDUCE: [6.0, *[2.0] * 4]}, 2.0)
-    exposed = 3 + 1 + 1 + 2 + 6
-    assert (ran.seconds, ran.waited) == (4 * 2 + 4 * 4 + exposed, [exposed, exposed + 4 * 1 + 4 * 2])
 
 
 def _run(units: list[UnitKind], seconds: dict[str, list[float]], work: float) -> FakeNccl:

@@ -1,7 +1,5 @@
 """Planners of others, as they were published: fixed mesh, one degree, whole packs, ByteScale, powers of two."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,9 +10,7 @@ from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, p
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.planner.baselines import bytescale
-from lengthwise.planner.baselines.power_of_two import next_sub_batch, power_of_two_degrees
 from lengthwise.planner.baselines.single_degree import first_fit_packs, least_seconds, plan_single_degree, schedule_at
-from lengthwise.planner.baselines.static import context_parallel_degrees
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.program import check_plan
 
@@ -28,13 +24,6 @@ def planned(planner, tokens, ranks, capacity, cost=LINEAR, **options):
     options = PlanOptions(planner=planner, **options)
     plan = plan_step(tokens, Cluster(ranks=ranks, capacity_tokens=capacity), cost, options)
     return plan, [[(sorted(piece.ranks), piece.sequences) for piece in m.pieces] for m in plan.microbatches]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "context", "expected"), [(8, 100, (1,)), (7, 101, (2, 7)), (8, 201, (3, 4)), (12, 401, (5, 6, 8))]
-)
-def test_static_groups_are_exact_a_divisor_or_a_power_of_two(ranks, context, expected):
-    assert context_parallel_degrees(Cluster(ranks=ranks, capacity_tokens=100), context) == expected
 
 
 @pytest.mark.parametrize(
@@ -101,34 +90,6 @@ def test_packed_dp_holds_more_than_all_ranks_with_offload() -> None:
     assert max(each.offload for each in plan.microbatches) > 0.5
 
 
-@pytest.mark.parametrize(
-    ("tokens", "ranks", "buckets", "delta", "expected"),
-    [
-        # buckets [0], [1], [2, 3]: the ring of 3 fits on no lagging ranks, yet it is next, and opens a time step
-        ([40, 30, 20, 10], 5, 4, None, [([0, 1, 2, 3], (0,)), ([0, 1, 2], (1,)), ([3, 4], (2,)), ([0], (3,))]),
-        # one bucket: rank 4 lags, so the only sequence of one rank is taken before the longer ones
-        ([40, 30, 20, 10], 5, 1, None, [([0, 1, 2, 3], (0,)), ([4], (3,)), ([0, 1, 2], (1,)), ([3, 4], (2,))]),
-        # rank 2 lags by 1 s, unless delta is 0.2 of the ideal 18.3 s
-        ([20, 18, 9, 8], 3, 1, 0.0, [([0, 1], (0,)), ([2], (2,)), ([2], (3,)), ([0, 1], (1,))]),
-        ([20, 18, 9, 8], 3, 1, 0.2, [([0, 1], (0,)), ([2], (2,)), ([0, 1], (1,)), ([2], (3,))]),
-    ],
-)
-def test_bytescale_takes_the_first_bucket_and_in_it_what_fits_on_lagging_ranks(
-    monkeypatch, tokens, ranks, buckets, delta, expected
-):
-    monkeypatch.setattr(bytescale, "BUCKETS", (buckets,))
-    if delta is not None:
-        monkeypatch.setattr(bytescale, "DELTA", delta)
-    assert [piece for (piece,) in planned("bytescale", tokens, ranks, 10)[1]] == expected
-
-
-def test_bytescale_empties_a_bucket_or_takes_turns() -> None:
-    work = [bytescale.RingOrPack(degree=1, sequences=[i], seconds=1.0) for i in range(5)]
-    for strategy, order in (("dp-balance", [0, 1, 2, 3, 4]), ("pp-balance", [0, 2, 1, 3, 4])):
-        _, microbatches = bytescale.assign([work[:2], work[2:]], 5, 0.0, strategy)
-        assert [microbatch.pieces[0].sequences[0] for microbatch in microbatches] == order
-
-
 def test_bytescale_keeps_the_strategy_that_ends_first(monkeypatch) -> None:
     cost = all_terms_cost(named_shape("llama-7b"), named_hardware("h100").with_kernel("flash2"))
     tokens, took, both = draw_lengths("github", 2**21, 0, longest_tokens=100_000), {}, ("dp-balance", "pp-balance")
@@ -142,19 +103,6 @@ def test_bytescale_naive_deals_long_ones_in_order_and_fills_rounds_with_packs() 
     plan, pieces = planned("bytescale-naive", [150, 60, 250, 40, 30, 70], 4, 100)
     assert [piece for (piece,) in pieces] == [([0, 1], (0,)), ([2], (5, 4)), ([3], (1, 3)), ([0, 1, 2], (2,))]
     assert plan.notes["predicted_seconds"] == pytest.approx(100 + 250 / 3)
-
-
-@pytest.mark.parametrize("planner", ["bytescale", "bytescale-naive"])
-@given(tokens=st.lists(st.integers(1, 900), min_size=1, max_size=40), ranks=st.sampled_from([9, 11, 12]))
-def test_bytescale_uses_the_fewest_ranks_and_the_naive_one_nearly_full_packs(planner, tokens, ranks):
-    pieces = [
-        piece for microbatch in planned(planner, tokens, ranks, 100)[0].microbatches for piece in microbatch.pieces
-    ]
-    held = [sum(tokens[i] for i in piece.sequences) for piece in pieces]
-    assert [piece.degree for piece in pieces] == [-(-each // 100) for each in held]
-    assert all(piece.degree == 1 or len(piece.sequences) == 1 for piece in pieces)
-    packs = [each for each in held if each <= 100]
-    assert planner == "bytescale" or all(a + b > 100 for a, b in pairwise(packs))  # or they would be one pack
 
 
 def test_power_of_two_is_what_megatron_core_0_16_plans() -> None:
@@ -172,42 +120,3 @@ def test_power_of_two_sub_batches_wait_for_each_other() -> None:
     assert plan.notes["predicted_seconds"] == 10 + 5
     packs = [[([0], (0, 2))], [([0], (1, 3, 4))], [([0], (5,))]]
     assert planned("power-of-two", [6, 5, 4, 3, 2, 1], 1, 10)[1] == packs
-
-
-def sub_batch(lengths, capacity, ranks):
-    array = np.array(lengths)
-    degrees = power_of_two_degrees(-(-array // capacity), ranks)
-    groups = next_sub_batch(range(len(lengths)), array, degrees, np.square(array.astype(float)) / degrees, ranks)
-    return [(group.degree, group.sequences) for group in groups]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "ranks", "expected"),
-    [
-        (
-            [14, 10, 10, 10, 10],
-            4,
-            [(2, [0]), (1, [1]), (1, [2])],
-        ),  # it ends when ranks are level after a smaller degree
-        ([10, 9, 7], 2, [(1, [0]), (1, [1])]),  # the third on top of the second would put the ranks further apart
-        ([10, 9, 4], 2, [(1, [0]), (1, [1, 2])]),
-        ([15, 5], 8, [(4, [0]), (4, [1])]),  # the narrowest gang is doubled while ranks have nothing
-        ([15, 5, 5], 7, [(2, [0]), (2, [1]), (2, [2])]),
-    ],
-)
-def test_power_of_two_levels_the_ranks_of_a_sub_batch(lengths, ranks, expected):
-    assert sub_batch(lengths, 10, ranks) == expected
-
-
-@given(lengths=st.lists(st.integers(1, 99), min_size=1, max_size=40), ranks=st.sampled_from([1, 2, 3, 5, 6, 7, 12, 97]))
-def test_power_of_two_sub_batches_give_every_rank_at_most_one_gang(lengths: list[int], ranks: int) -> None:
-    lengths = sorted((min(length, 10 * ranks) for length in lengths), reverse=True)
-    groups = sub_batch(lengths, 10, ranks)
-    degrees = power_of_two_degrees(-(-np.array(lengths) // 10), ranks)
-    taken = [i for _, sequences in groups for i in sequences]
-    assert len(taken) == len(set(taken)) > 0
-    assert sum(degree for degree, _ in groups) <= ranks
-    for degree, sequences in groups:
-        assert len({int(degrees[i]) for i in sequences}) == 1
-        assert degree >= degrees[sequences[0]]
-        assert degree == ranks or degree & (degree - 1) == 0

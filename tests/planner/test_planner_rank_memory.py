@@ -12,10 +12,8 @@ from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import MicrobatchBytes, Moments, StepBytes, all_terms_cost, named_hardware, named_shape
-from lengthwise.planner import PLANNING_SHARE, PlanOptions, plan_recomputed, plan_step
-from lengthwise.planner.service import step_planning
+from lengthwise.planner import PlanOptions, plan_recomputed, plan_step
 from lengthwise.planner.service.rank_memory import RankMemory
-from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import check_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -44,36 +42,6 @@ def test_kinds_that_cannot_hold_a_sequence_are_left_to_others_that_can() -> None
     assert plan.microbatches[0].recompute == "layer"
     with pytest.raises(PlanError, match="2 ranks x 40960 tokens"):
         plan_recomputed([90_000], 2, COST, CAPACITIES, PlanOptions(layers=32))
-
-
-TINY = all_terms_cost(named_shape("tiny"), named_hardware("cpu"))
-LENGTHS = (90, 60, 30, 12)
-
-
-@pytest.mark.parametrize(
-    ("capacities", "options", "asked", "offload"),
-    [
-        ({"none": 200, "layer": 200, "all_but_attention": 200}, {}, {"none": 200}, "off"),
-        ({"none": 100, "layer": 200, "all_but_attention": 100}, {}, {"none": 100, "layer": 200}, "off"),
-        ({"layer": 100, "all_but_attention": 200}, {}, {"layer": 100, "all_but_attention": 200}, "off"),
-        ({"none": 200}, {"offload": "auto"}, {"none": 200}, "off"),  # one rank holds all
-        ({"none": 100}, {"offload": "auto"}, {"none": 100}, "auto"),
-    ],
-)
-def test_what_leaves_no_more_room_is_not_planned(monkeypatch, capacities, options, asked, offload):
-    seen = []
-
-    def noted(tokens, ranks, cost, given, options):
-        seen.append((given, options.offload, options.planning_share))
-        return plan_recomputed(tokens, ranks, cost, given, options)
-
-    monkeypatch.setattr(step_planning, "plan_recomputed", noted)
-    planning = StepPlanning(ranks=2, cost=TINY, capacities=capacities, options=PlanOptions(layers=8, **options))
-    plan = planning.plan(LENGTHS)
-    assert seen == [(asked, offload, PLANNING_SHARE)]
-    everything = plan_recomputed(LENGTHS, 2, TINY, capacities, PlanOptions(layers=8, context_tokens=90, **options))
-    assert plan.notes["predicted_seconds"] == everything.notes["predicted_seconds"]
-    assert 0 < PLANNING_SHARE <= 0.2
 
 
 LAYERS = 10
@@ -122,11 +90,6 @@ def test_offload_is_as_much_as_a_microbatch_needs(tokens):
     assert memory.peak_bytes("none", tokens, ratio) <= memory.budget_bytes
     if ratio > by_rule + 2e-4:
         assert memory.peak_bytes("none", tokens, ratio - 2e-4) > memory.budget_bytes
-
-
-def test_what_offloads_nothing_is_left_alone():
-    plan = plan_of(5000, 896, 0.0)
-    assert rank_memory(1.0).with_offload(plan) == plan
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 1.0])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +24,6 @@ from lengthwise.core.plan import Microbatch, Piece
 def in_turn(request):
     ranks = request.cluster.ranks
     return [Microbatch(pieces=(Piece(ranks=(i % ranks,), sequences=(i,)),)) for i in range(len(request.tokens))]
-
-number = 7
 """
 
 
@@ -44,7 +41,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-planner\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
         "[lengthwise.planners]\nin-turn = own_planner:in_turn\nmissing = own_planner:nothing\n"
-        "absent = no_such_module:plan\nnumber = own_planner:number\nstatic = own_planner:in_turn\n"
+        "static = own_planner:in_turn\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
@@ -87,7 +84,6 @@ def _piece(ranks, sequences, **more):
     [
         (_piece((0,), (0, 1)), "planner wrong, microbatch 0"),
         (_piece((5,), (0,)), "planner wrong: expected ranks from 0 to 1"),
-        (replace(_piece((0,), (0,)), recompute="foo"), "planner wrong.*recompute"),
         (_piece((0, 1), (0, 1, 2), heads=3), "planner wrong.*heads that divide the 2 ranks"),
         (_piece((np.int64(0),), (0,)), "planner wrong.*plain numbers"),
         (Microbatch(pieces=None), "planner wrong.*TypeError"),
@@ -104,19 +100,7 @@ def test_what_a_planner_gets_wrong_names_it(planned, said):
 
 @pytest.mark.usefixtures("installed")
 def test_planners_of_installed_packages_have_names() -> None:
-    assert planner_names() == (*PLANNERS, "absent", "in-turn", "missing", "number")
+    assert planner_names() == (*PLANNERS, "in-turn", "missing")
     assert _plan("in-turn")["predicted_seconds"] == 12.0
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
-    ("name", "told"),
-    [
-        ("missing", "planner missing: expected an object at entry point own_planner:nothing; got AttributeError"),
-        ("absent", "planner absent: expected an object at entry point no_such_module:plan; got ModuleNotFoundError"),
-        ("number", "planner number: expected a function at entry point own_planner:number; got a int"),
-    ],
-)
-def test_broken_entry_points_are_named(name: str, told: str) -> None:
-    with pytest.raises(PlanError, match=told):
-        _plan(name)
+    with pytest.raises(PlanError, match=r"planner missing: .* entry point own_planner:nothing; got AttributeError"):
+        _plan("missing")

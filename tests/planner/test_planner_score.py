@@ -36,25 +36,6 @@ def _file(plan: Plan) -> dict:
     return json.loads(plan.to_json())
 
 
-def test_judge_times_a_plan_by_hand() -> None:
-    plan = {
-        "ranks": 3,
-        "capacity": 100,
-        "tokens": [5, 40, 7, 6],
-        "schedule": {"kind": "free"},
-        "microbatches": [
-            {"ranks": [0], "sequences": [0]},
-            {"pieces": [{"ranks": [0, 1], "sequences": [1]}, {"ranks": [1], "sequences": [3]}]},
-            {"ranks": [2], "sequences": [2]},
-        ],
-    }
-    cost = Coefficients(quadratic=1.0, linear=2.0, fixed=10.0, ring=60.0)
-    first, ring, beside = 10 + 25 + 10, (1600 + 80) / 2 + (60 * 40 - 1600) / 2, 36 + 12
-    assert judge(plan, cost) == first + 10 + ring + beside
-    plan["schedule"]["kind"] = "waves"
-    assert judge(plan, cost) == first + 10 + ring + beside + (10 + 49 + 14)
-
-
 @given(seed=st.integers(0, 10**6), ranks=st.sampled_from([1, 2, 3, 5, 7]), four=FOUR, waves=st.booleans())
 def test_judge_agrees_with_score_on_plans_that_no_planner_makes(seed, ranks, four, waves):
     choose = random.Random(seed)
@@ -177,12 +158,3 @@ def test_score_prices_what_a_plan_asks_for():
         assert scored == pytest.approx(expected), name
     seconds = [scored for scored, _ in took.values()] + [score(shares, ALL_TERMS).makespan_seconds]
     assert len({round(each, 9) for each in seconds}) == 5
-
-
-def test_score_prices_offload_and_recomputation_of_local_packs():
-    pack = make_plan(16, (700, 90), [ring([3], 0, 1)], layers=32)
-    plain, offloaded, again = (
-        score(changed(pack, **asked), ALL_TERMS).makespan_seconds
-        for asked in ({}, {"offload": 1.0}, {"recompute": "layer"})
-    )
-    assert plain < min(offloaded, again)

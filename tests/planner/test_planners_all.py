@@ -59,7 +59,7 @@ def steps(draw):
 def test_planners_hold_every_rule(planner, step, cost, recompute):
     """On ranks of equal and unequal speed, with any recomputation."""
     tokens, cluster, speeds = clip_for(planner, step[0], CAPACITY), *step[1:]
-    options = PlanOptions(planner=planner, layers=4, speeds=speeds, recompute=recompute)
+    options = PlanOptions(planner=planner, layers=4, speeds=speeds, recompute=recompute, planning_share=1e-6)
     plan, priced = plan_step(tokens, cluster, cost, options), cost.recomputing(recompute)
     check_plan(plan)
     makespan = score(plan, cost, speeds=speeds).makespan_seconds

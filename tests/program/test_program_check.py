@@ -36,7 +36,6 @@ def _plan(**changes: Any) -> Plan:
         ([{"ranks": [0, 1, 1], "sequences": [0]}], "microbatch 0, piece 0: .*rank 1 2 times"),
         ([{"ranks": [0, 1, 2], "sequences": [9]}], "microbatch 0, piece 0: .*got sequence 9"),
         ([{"ranks": [], "sequences": [0]}], "microbatch 0, piece 0: expected at least one rank"),
-        ([{"ranks": [0], "sequences": []}], "microbatch 0, piece 0: expected at least one sequence"),
         ([{"ranks": [0, 1, 2], "sequences": [0]}], "sequence 1 of 60 tokens: .*got in 0 places"),
         ([{"ranks": [0], "sequences": [3, 3]}], "sequence 3 of 10 tokens: .*got in 2 places"),
         ([{"ranks": [0, 1, 2], "sequences": [0], "heads": 2}], "heads that divide the 3 ranks"),
@@ -101,13 +100,6 @@ def test_check_plan_counts_tokens_after_offload_rounding_and_shares(changes, mor
     check_plan(_plan(tokens=[row.pop("tokens")], requires=requires, microbatches=[row]))
     with pytest.raises((PlanError, Problems), match=said):
         check_plan(_plan(tokens=[more], requires=requires, microbatches=[row]))
-
-
-def test_check_plan_tells_all_problems_and_counts_the_rest() -> None:
-    plan = Plan(ranks=1, layers=1, capacity=9, tokens=(5,) * 100, microbatches=())
-    with pytest.raises(Problems, match="80 more problems") as caught:
-        check_plan(plan)
-    assert len(caught.value.problems) == 21
 
 
 def test_check_plan_refuses_what_no_file_can_say() -> None:

@@ -8,7 +8,6 @@ from testing.order import rank_groups
 from lengthwise.core.plan import Piece
 from lengthwise.program import (
     Content,
-    HeadRange,
     RankRound,
     far_peers,
     line_peers,
@@ -16,7 +15,6 @@ from lengthwise.program import (
     lower_plan,
     ring_order,
 )
-from lengthwise.program.split_heads import group_of
 
 RANDOM, WINDOW = st.randoms(use_true_random=False), st.none() | st.integers(1, 45)
 HEADS = 840  # divided by every degree up to 8
@@ -43,50 +41,6 @@ def test_one_ranks_rounds_are_its_part_of_the_rounds_of_all(choose, ranks, count
             assert program.backward_rounds_of(rank) == tuple(part_of(rank, each) for each in program.backward_rounds)
             for content in (*INTO, *HOME):
                 assert program.exchange_of(rank, content) == part_of(rank, program.exchange(content))
-
-
-@given(choose=RANDOM, ranks=st.integers(1, 8), count=st.integers(1, 5), window=WINDOW)
-def test_keys_are_where_blocks_need_them(choose, ranks, count, window):
-    plan = drawn(choose, ranks, count)
-    for index in range(len(plan.microbatches)):
-        program = lower_microbatch(plan, index).with_window(window)
-        used, arrived = set(), set()
-        for rank in program.microbatch.ranks:
-            for ring_step in range(program.ring_steps):
-                used |= {(rank, task.piece, task.owner) for task in program.tasks(rank, ring_step)}
-            for each in program.forward_rounds_of(rank):
-                arrived |= {(rank, t.piece, t.owner) for t in each.receives}
-        own = {
-            (rank, index, position // piece.heads)
-            for rank in program.microbatch.ranks
-            for index, piece, position in program.pieces_of(rank)
-        }
-        assert used <= own | arrived
-
-
-@given(choose=RANDOM, ranks=st.integers(2, 8), count=st.integers(1, 5))
-def test_groups_exchange_every_part_of_every_token_once_and_bring_it_home(choose, ranks, count):
-    plan = drawn(choose, ranks, count)
-    for index in range(len(plan.microbatches)):
-        program = lower_microbatch(plan, index)
-        for content in (*INTO, *HOME):
-            transfers = program.exchange(content).transfers
-            expected = {
-                (number, owner, HeadRange(part=member % piece.heads, parts=piece.heads), member)
-                for number, piece in enumerate(program.microbatch.pieces)
-                for owner in range(piece.degree)
-                for member in group_of(piece, owner)
-                if member != owner and program.shard_tokens(number, owner)
-            }
-            found = set()
-            for t in transfers:
-                ring = program.microbatch.pieces[t.piece].ranks
-                owner, member = (t.target, t.source) if content in HOME else (t.source, t.target)
-                assert ring.index(owner) == t.owner
-                assert t.tokens == program.shard_tokens(t.piece, t.owner) > 0
-                found.add((t.piece, t.owner, t.heads, ring.index(member)))
-            assert found == expected
-            assert len(transfers) == len(expected)
 
 
 @given(choose=RANDOM, ranks=st.integers(2, 12), count=st.integers(1, 6))

@@ -2,23 +2,18 @@
 
 import ast
 import re
-from collections import deque
 from dataclasses import replace
-from functools import partial
-from itertools import starmap
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan
-from testing.order import CONNECTIONS, StrictMatcher, check_order, rank_groups
+from testing.order import CONNECTIONS, check_order, rank_groups
 
 import lengthwise
-from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
 from lengthwise.program import last_on_all_ranks, lower_microbatch, refuse_unsupported, ring_order
-from lengthwise.program.ring_order import interval_microbatch
+from properties import costly
 
 RANDOM = st.randoms(use_true_random=False)
 SOURCE = Path(lengthwise.__file__).parent
@@ -74,6 +69,7 @@ def code_of(text):
     return ast.unparse(tree)
 
 
+@costly
 @given(choose=RANDOM, ranks=st.integers(1, 7), count=st.integers(1, 6))
 def test_order_d_counting_is_a_sub_step_with_its_rings_before_its_collective(choose, ranks, count):
     plan, windows = random_plan(choose, ranks, draw_lengths(choose, ranks, count)), [None, 5]
@@ -134,6 +130,7 @@ def test_order_e_recomputation_runs_the_forward_rounds_again_before_each_layers_
     assert not any("again" in label for label in labels if label.startswith("microbatch 1"))
 
 
+@costly
 @given(choose=RANDOM, ranks=st.integers(1, 8), count=st.integers(1, 6), heads=st.sampled_from([1, 840]))
 def test_order_e_any_plan_with_split_heads_and_any_recomputation_completes(choose, ranks, count, heads):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
@@ -148,42 +145,6 @@ def test_order_e_any_plan_with_split_heads_and_any_recomputation_completes(choos
     assert check_order(mixed, layers=2) >= check_order(plan, layers=2) + 2 * again
     for windows in ([None, None], [3, None]):
         check_order(mixed, windows=windows, counts_routers=True)
-
-
-def other_order(plan):
-    return replace(plan, microbatches=plan.microbatches[::-1])
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [(other_order, r"rank \d to rank \d"), (lambda plan: recomputing(plan, "none", "layer"), "rank 1")],
-    ids=["opposite orders", "recomputes alone"],
-)
-def test_order_check_finds_a_rank_that_runs_another_plan(change, said):
-    """Why order and recomputation belong to the plan: the others take what it sends for something else."""
-    plan = make_plan(3, [9, 7], [Piece(ranks=(0, 1), sequences=(i,)) for i in range(2)])
-    matcher = StrictMatcher(3)
-    for rank in range(3):
-        for label, operations in rank_groups(change(plan) if rank == 1 else plan, rank, windows=[None]):
-            matcher.post(rank, label, operations)
-    with pytest.raises(PlanError, match=said):
-        list(matcher.progress())
-
-
-@pytest.mark.parametrize(
-    ("left_out", "said"),
-    [(CONNECTIONS, "rank 0, microbatch 0, .*; got rank 3"), ("start", "rank 0, .*; got the first")],
-)
-def test_order_check_finds_calls_that_would_connect_ranks(left_out, said):
-    """A ring in another order than the line's, and a wave whose gathers are the first of their kind."""
-    plan = make_plan(4, [9], [Piece(ranks=(0, 3, 1, 2), sequences=(0,))])
-    plan = replace(plan, schedule={"kind": "waves"}, requires=("waves",))
-    assert check_order(plan) > 0
-    groups = [(label, each) for label, each in rank_groups(plan, 0, windows=[None]) if label != left_out]
-    matcher = StrictMatcher(4)
-    matcher.meet(0, [each.peer for label, posted in groups for each in posted if label == CONNECTIONS])
-    with pytest.raises(PlanError, match=said):
-        deque(starmap(partial(matcher.post, 0), groups), maxlen=0)
 
 
 @given(first=st.integers(0, 500), groups=st.integers(1, 40), heads=st.sampled_from([1, 2, 4, 8, 16]))
@@ -201,21 +162,3 @@ def test_groups_of_heads_stay_in_their_node_where_they_can() -> None:
     for heads in (2, 4, 8):
         ring = ring_order(16, 32, heads)
         assert all(ring[i] // 8 == ring[i - i % heads] // 8 for i in range(32))
-
-
-def test_ring_order_meets_at_most_four_peers_over_all_intervals() -> None:
-    ranks = 13
-    peers: dict[int, set[int]] = {rank: set() for rank in range(ranks)}
-    for first in range(ranks):
-        for degree in range(2, ranks - first + 1):
-            ring = ring_order(first, degree)
-            for a, b in zip(ring, (*ring[1:], ring[0]), strict=True):
-                peers[a].add(b)
-                peers[b].add(a)
-    for rank, met in peers.items():
-        assert met <= {rank - 2, rank - 1, rank + 1, rank + 2}
-
-
-def test_interval_microbatch_is_one_piece_in_ring_order() -> None:
-    (piece,) = interval_microbatch(1, 4, [7, 3]).pieces
-    assert (piece.ranks, piece.sequences) == ((2, 4, 3, 1), (7, 3))

@@ -28,29 +28,13 @@ def planned(ranks: int, tokens_a_rank: int, capacity: int, heads: str) -> Plan:
     return plan
 
 
-@pytest.fixture(scope="module")
-def plan() -> Plan:
-    return planned(96, 8192, 4096, "auto")
-
-
-def test_every_message_of_96_ranks_has_its_other_side(plan: Plan) -> None:
+def test_every_message_of_96_ranks_has_its_other_side() -> None:
+    plan = planned(96, 8192, 4096, "auto")
     posted = run_symbolically(plan, range(plan.ranks), layers=SHAPE.layers)
     check_world(posted, plan)
     assert len(plan.microbatches) > 1
     assert max(piece.heads for each in plan.microbatches for piece in each.pieces) > 1
     assert posted.messages > plan.ranks
-
-
-def test_a_rank_with_another_plan_is_found(plan: Plan) -> None:
-    """A token more in a sequence that is cut, or a wave less: both sides, or the collectives, differ."""
-    cut = next(i for each in plan.microbatches for piece in each.pieces if piece.degree > 1 for i in piece.sequences)
-    member = next(piece.ranks[0] for each in plan.microbatches for piece in each.pieces if cut in piece.sequences)
-    more = replace(plan, tokens=tuple(n + 64 * (i == cut) for i, n in enumerate(plan.tokens)))
-    for other, said in ((more, "whose sides differ"), (replace(plan, microbatches=plan.microbatches[:-1]), "other")):
-        posted = run_symbolically(plan, (rank for rank in range(plan.ranks) if rank != member))
-        posted.add(run_symbolically(other, [member]))
-        with pytest.raises(AssertionError, match=said):
-            check_world(posted, plan)
 
 
 @pytest.mark.exhaustive
