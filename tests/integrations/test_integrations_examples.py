@@ -51,7 +51,7 @@ def numbers(text):
     return [float(each) for each in re.findall(r"\b(?:loss|grad_norm|norm)'?:? '?([\d.e-]+\d)", text)]
 
 
-@pytest.mark.parametrize("example", some(PAGES, 1))
+@pytest.mark.parametrize("example", some(PAGES))
 def test_an_example_says_what_its_plain_form_says(example, tmp_path):
     expected = said(f"{example}_plain", 1, tmp_path)
     assert len(expected) >= 6

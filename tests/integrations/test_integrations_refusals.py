@@ -280,7 +280,7 @@ def test_ranks_that_read_other_data_are_named(tmp_path):
 
 
 def test_a_trainer_trains_twice_evaluates_between_and_leaves_its_arguments(tmp_path):
-    args = arguments(tmp_path, max_steps=3, gradient_accumulation_steps=2, activation_checkpointing=True)
+    args = arguments(tmp_path, max_steps=2, activation_checkpointing=True)
     before = copy.deepcopy(args.to_dict())
     trainer = planned(args, eval_dataset=data())
     first = trainer.evaluate()["eval_loss"]
@@ -291,7 +291,7 @@ def test_a_trainer_trains_twice_evaluates_between_and_leaves_its_arguments(tmp_p
     trainer.train()
     assert trainer.session is session  # states of the optimizer stay, as in Trainer
     assert trainer.evaluate()["eval_loss"] < second < first
-    again = planned(arguments(tmp_path, max_steps=3), model=trainer.model, eval_dataset=data())
+    again = planned(arguments(tmp_path, max_steps=2), model=trainer.model, eval_dataset=data())
     assert relative(again.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]) < 2e-6
 
 

@@ -9,13 +9,10 @@ import torch
 import torch.nn.functional as F
 from loops import in_ranks
 from testing.saved import whole_state
-from testing.small import VOCAB, rows_of, small_model
-from testing.towers import tiny_tower_config
-from transformers import AutoModelForImageTextToText
+from testing.small import rows_of, small_model
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused
-from tiers import more
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ROWS = rows_of([20, 30], 1)
@@ -84,6 +81,7 @@ def test_conversions_and_pickles_are_refused_before_anything_changes(shard, tmp_
         assert after == (saved if shard == "zero3" else "")
 
 
+@pytest.mark.exhaustive
 def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
     """Its groups of ranks are not those of the first, whose addresses the loop's store still has.
 
@@ -93,15 +91,15 @@ def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
     def work(_rank):
         found = []
         torch.distributed.new_group([0])
-        for _ in range(3):
+        for _ in range(2):
             model = small_model(torch.float32)
             options = {"shard": "hybrid", "ranks_per_node": 2, "timeout_seconds": 20.0}
             with Session(model, SGD(model.parameters()), capacity_tokens=128, **options) as session:
                 found.append(session.backward(ROWS).grad_norm)
         return found
 
-    for first, *others in in_ranks(work, 4, tmp_path):
-        assert others == [first] * 2
+    for first, second in in_ranks(work, 4, tmp_path):
+        assert first == second
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -154,17 +152,6 @@ def test_what_a_copy_of_the_model_loads_changes_nothing_in_the_session(tmp_path)
     assert all(torch.equal(after[name], each) for name, each in before.items())
 
 
-def test_a_loss_that_raises_leaves_no_room_of_the_store_taken(tmp_path):
-    model = small_model(torch.float32, num_hidden_layers=4)
-    offload = {"store": "disk", "path": tmp_path, "ratio": 1.0}
-    with Session(model, SGD(model.parameters()), capacity_tokens=64, offload=offload) as session:
-        for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
-                session.backward(ROWS, loss=lambda *_: 1 / 0)
-        assert session.backward(ROWS).loss > 0
-        assert session.engine._offloading.store._room.end == 0
-
-
 def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_ranks(tmp_path):
     def work(_rank):
         for layout in ({"shard": "zero1"}, {"stages": 2}):
@@ -176,26 +163,18 @@ def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_r
     in_ranks(work, 2, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("block", "wanted"),
-    [
-        (torch.no_grad, "backward: expected enabled gradients; got torch.no_grad"),
-        (torch.inference_mode, "backward: expected enabled gradients; got torch.inference_mode"),
-        (partial(torch.autocast, "cpu", torch.float16), "backward: expected no torch.autocast, or one to bfloat16"),
-    ],
-)
-def test_a_block_in_which_nothing_trains_is_named(block, wanted):
+def test_a_block_and_a_mode_in_which_nothing_trains_are_named():
     model = small_model(torch.float32)
-    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
-        with block():
-            assert wanted in said(lambda: session.backward(ROWS))
-            session.evaluate(ROWS)
-        assert said(lambda: session.backward(ROWS)) == ""
-
-
-def test_a_model_in_evaluation_mode_is_named_where_layers_are_to_be_recomputed():
-    model = small_model(torch.float32).eval()
     with Session(model, SGD(model.parameters()), capacity_tokens=128, recompute="layer") as session:
+        for block, wanted in (
+            (torch.no_grad, "backward: expected enabled gradients; got torch.no_grad"),
+            (torch.inference_mode, "backward: expected enabled gradients; got torch.inference_mode"),
+            (partial(torch.autocast, "cpu", torch.float16), "backward: expected no torch.autocast, or one to bfloat16"),
+        ):
+            with block():
+                assert wanted in said(lambda: session.backward(ROWS))
+                session.evaluate(ROWS)
+        model.eval()
         assert "expected a model in training mode, for recomputation" in said(lambda: session.backward(ROWS))
         model.train()
         assert said(lambda: session.backward(ROWS)) == ""
@@ -259,19 +238,14 @@ def test_odd_rows_arguments_and_losses_are_named_and_the_next_step_is_right():
         assert "limit: expected a number of 0 or more" in said(lambda: session.clip_grad_norm_(-1.0))
         assert "numbers: expected a dense tensor" in said(lambda: session.sum_over_ranks([1.0]))
         assert "batches: expected an iterable" in said(lambda: list(session.batches(5)))
+        padded = {name: F.pad(each, (2, 1), value=0) for name, each in ROWS[0].items()}
+        padded["attention_mask"] = F.pad(torch.ones_like(ROWS[0]["input_ids"]), (2, 1))
+        assert session.evaluate([padded]).loss == session.evaluate(ROWS[:1]).loss, "without padding"
         # As a tokenizer returns one text, in NumPy's short integers.
         narrow = [{name: values.numpy().astype("uint16")[None] for name, values in row.items()} for row in ROWS[-1:]]
         assert session.evaluate(narrow).loss == session.evaluate(ROWS[-1:]).loss
         session.optimizer.zero_grad()
         assert session.backward(ROWS).loss == expected
-
-
-def test_rows_with_images_are_refused_by_row_and_token():
-    config = tiny_tower_config("gemma3", "gemma3_text", {"vocab_size": VOCAB}, image_token_index=7)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train()
-    wanted = "sequence 1, input_ids: expected tokens of text; got the token 7, "
-    with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
-        assert wanted in said(lambda: session.backward([[1, 2, 3], [4, 7, 5]]))
 
 
 def scaled(output, tokens, reduction="sum"):
@@ -314,7 +288,8 @@ def test_what_a_loss_trains_beside_the_model_is_refused_on_several_ranks(ranks, 
             assert told == ["a parameter () beside the model", "others, on another rank"]
 
 
-@pytest.mark.parametrize("layout", [{"shard": "zero1"}, more({"shard": "zero3"}), more({"stages": 2})])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", [{"shard": "zero3"}, {"stages": 2}])
 def test_the_head_may_have_a_parameter_for_a_loss(layout, tmp_path):
     """As the refusal says."""
 

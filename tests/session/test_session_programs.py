@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from testing.loop_programs.judge import Ran, judge, verdicts
-from testing.loop_programs.program import ALONE, Operation, Program, draw_program, is_sound
+from testing.loop_programs.program import ALONE, Operation, Program, draw_program
 
 from tiers import more
 
@@ -63,7 +63,7 @@ def program(operations, ranks=2, layout="zero1", model="tied", optimizer="adamw"
     return Program(ranks=ranks, layout=layout, model=model, optimizer=optimizer, operations=tuple(operations))
 
 
-BY_DEFAULT = "clips what it scaled", "sets gradients before backwards", "clamps weights between steps"
+BY_DEFAULT = "clips what it scaled", "clamps weights between steps"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, ranks,
     assert {name: each for name, each in zip(names, found, strict=True) if each.kind != "same"} == {}
 
 
-@pytest.mark.parametrize("kinds", [("lr", "loss"), more((*ALONE, "mode", "normalizer", "loss", "own gradient"))])
+@pytest.mark.parametrize("kinds", [("lr",), more((*ALONE, "mode", "normalizer", "loss", "own gradient"))])
 def test_what_one_rank_does_alone_is_named_before_the_next_step(kinds):
     after = [FIRST, CLIP, STEP, FIRST, STEP]
     found = verdicts([program([FIRST, op("alone", rank=1, what=what), *after]) for what in kinds])
@@ -121,9 +121,3 @@ def test_a_judge_fails_what_differs_and_refusals_of_what_is_promised():
     assert judged([alone], went_on, went_on).harm == "not refused"
     assert judged([alone], refused, refused).kind == "refused"
     assert judged([alone], *[Ran(refused="ranks differ")] * 2).harm == "refused"
-
-
-def test_programs_are_sound_and_come_back_from_json():
-    drawn = [draw_program(seed, most_ranks=4) for seed in range(300)]
-    assert all(is_sound(each) and Program.from_json(each.to_json()) == each for each in drawn)
-    assert {each.name for program in drawn for each in program.operations} >= {"alone", "freeze", "reload", "hook"}

@@ -63,7 +63,7 @@ check_settings = session_open.check_settings
     [
         ("next token", {"recompute": "layer"}),
         more("next token", {"precision": "bf16", "adapters": True}),
-        ("own loss", {}),
+        more("own loss", {}),
         more("a Trainer's loss", {}),
         ("by sequence", {"offload_optimizer": True}),
     ],
