@@ -1,5 +1,6 @@
 """AsyncGRPO on ranks gives what plain TRL gives in one process: weights, those of the server, and logged numbers."""
 
+from collections import defaultdict
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -13,6 +14,7 @@ from grpo_runs import compared
 from peft import LoraConfig
 from preferences import family_model, model
 from trainers import difference, in_trainers
+from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 from trl.experimental.async_grpo.packing import TreeRow
 
 from lengthwise.core.errors import ConfigError, DataError, Problems, RankError
@@ -100,20 +102,6 @@ def test_rollouts_of_weights_that_are_too_old_are_not_trained(tmp_path, saved):
     ]
 
 
-class Squared:
-    """A loss of one's own: a function of TRL's, which is no sum over tokens."""
-
-    def compute_loss(self, *args, **how):
-        return super().compute_loss(*args, **how) ** 2
-
-
-@pytest.mark.exhaustive
-def test_a_loss_of_ones_own_may_be_no_sum(tmp_path, saved):
-    plain, planned = (type(kind.__name__, (Squared, kind), {}) for kind in (Plain, Planned))
-    found = trained(planned, tmp_path, 1, saved, capacity_tokens=128)
-    compared(found, trained(plain, tmp_path, 1, saved), but=OTHERS)
-
-
 @pytest.mark.exhaustive
 def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved, monkeypatch):
     """The worker goes on at the first prompt that no update had."""
@@ -148,6 +136,31 @@ def test_rollouts_that_no_update_can_take_end_the_training_by_name(tmp_path, sav
         each.completion_mask[:] = 0
     with pytest.raises(DataError, match="a token that trains in each update; got none in 12 rollouts"):
         trained(Planned, tmp_path, 1, saved, samples=samples, capacity_tokens=128)
+
+
+def test_a_rank_that_waits_for_the_queue_of_the_first_gets_signs_of_it(monkeypatch):
+    """Else the group's timeout ends a wait that is long, and Ctrl-C on the first rank leaves the others waiting."""
+    monkeypatch.setattr(async_grpo, "_SIGN_SECONDS", 0.0)
+    sent, looks = [], iter([None, None, KeyboardInterrupt("pressed")])
+
+    def check_health(_):
+        if (error := next(looks)) is not None:
+            raise error
+
+    queue = Worker(list(rollouts())[:6]).rollout_buffer
+    reader = RolloutQueueDataset(queue, lambda: 0, check_health, stale_after_s=300.0, metrics=defaultdict(list))
+    first = iter(async_grpo._Shared(reader, 4, log=lambda _: None, share=lambda given: (sent.append(given), given)[1]))
+    update = next(first)
+    with pytest.raises(KeyboardInterrupt):
+        next(first)
+    assert [each if isinstance(each, str) else each and len(each) for each in sent] == [
+        *[*[None] * 4, 4],
+        *[*[None] * 5, "KeyboardInterrupt: pressed"],  # of two rollouts, and three looks at an empty queue
+    ]
+    other = iter(async_grpo._Shared(None, 4, log=lambda _: None, share=lambda _: sent.pop(0)))
+    assert repr(next(other)) == repr(update)  # arrays of its own
+    with pytest.raises(RankError, match="rank 0: expected rollouts; got KeyboardInterrupt: pressed"):
+        next(other)
 
 
 def test_all_ranks_end_when_the_worker_of_the_first_fails(tmp_path, saved):

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainers import in_trainers, relative
+from testing.small import relative
+from trainers import in_trainers
 
 from tiers import some
 

@@ -18,20 +18,18 @@ from grpo_runs import (
     PlannedRLOO,
     Sampled,
     compared,
-    in_place,
     prompts,
     trained,
     with_tools,
 )
 from peft import LoraConfig
 from preferences import family_model, image_model, image_processor, model, pictures
-from trainers import difference, in_trainers, weights_of
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
-from trl.trainer.utils import pad
+from trainers import difference, in_trainers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
 from lengthwise.integrations.arguments import PLANNED
-from lengthwise.integrations.rollouts import joined, planned_rows
+from lengthwise.integrations.rollouts import planned_rows
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from tiers import more, some
 
@@ -158,28 +156,6 @@ def test_a_loss_of_ones_own_is_that_of_trl(tmp_path, saved):
     compared(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain"))
 
 
-class CutShort(TrainerCallback):
-    """Stops one training between the batches of an update."""
-
-    has_stopped = False
-
-    def on_substep_end(self, args, state, control, **_):
-        control.should_training_stop, self.has_stopped = not self.has_stopped, True
-
-
-@pytest.mark.exhaustive
-def test_the_next_training_is_without_the_batches_of_an_update_that_was_cut_short(tmp_path, saved):
-    def work(kind, name, **options):
-        trainer = trained(kind, tmp_path / name, 1, loaded(saved), config={"max_steps": 1}, **options)["trainer"]
-        trainer.add_callback(CutShort())
-        with in_place(torch.float64):
-            steps = [(trainer.train(), trainer.state.global_step)[1] for _ in range(2)]
-        assert steps == [0, 1]
-        return weights_of(trainer)
-
-    assert difference(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain")) < 5e-6
-
-
 @pytest.mark.exhaustive
 def test_batches_that_a_stream_leaves_over_weigh_as_in_trl(tmp_path, saved):
     """A pass has three batches, and two make an update."""
@@ -282,18 +258,3 @@ def test_rollouts_that_no_plan_takes_are_refused(tmp_path, saved):
     one = {name: torch.ones(1, 1) for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
     with pytest.raises(DataError, match="images with pixel_values and image_grid_thw; got pixel_values without them"):
         planned_rows([{**one, "pixel_values": torch.ones(1, 3), "num_images": [1]}])
-
-
-def test_rows_of_ranks_join_as_trl_pads_them():
-    """Prompts at the left, completions at the right, where a `tool_mask` is 1: a loss of one's own may read them."""
-    rows = {"prompt_ids": ([5], [6, 7]), "completion_ids": ([8, 9], [3]), "tool_mask": ([0, 1], [0])}
-    sides, fills = {"prompt_ids": "left"}, {"tool_mask": 1}
-
-    def padded(name, some):
-        values = [torch.tensor(each) for each in some]
-        return pad(values, padding_value=fills.get(name, 0), padding_side=sides.get(name, "right"))
-
-    found = joined([{name: padded(name, [both[rank]]) for name, both in rows.items()} for rank in range(2)])
-    assert {name: each.tolist() for name, each in found.items()} == {
-        name: padded(name, both).tolist() for name, both in rows.items()
-    }

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from datasets import Dataset
-from peft import PromptTuningConfig, get_peft_model
 from preferences import family_model
-from testing.small import small_model
-from trainers import CAPACITY, Kept, arguments, data, difference, in_trainers, padded, relative, trained
+from testing.small import relative, small_model
+from trainers import CAPACITY, Kept, arguments, data, difference, in_trainers, padded, trained
 from transformers import Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
-from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, ModelRefused, Problems
+from lengthwise.core.errors import ConfigError, DataError, ModelRefused, Problems
 from lengthwise.integrations.arguments import KEPT, REFUSED, WITHOUT_EFFECT, problems_of
 from lengthwise.integrations.batches import rows_of
 from lengthwise.integrations.transformers import PlannedTrainerMixin
@@ -264,21 +263,6 @@ def test_padding_on_any_side_goes():
     assert [row["input_ids"].tolist() for row in rows_of(batch)] == [[5, 6], [7, 8, 9]]
 
 
-def test_ranks_that_read_other_data_are_named(tmp_path):
-    """A stream that gives each rank another part, as people write them for DistributedDataParallel."""
-
-    def work(rank):
-        try:
-            trained(PlannedTrainer, arguments(tmp_path, 2), capacity_tokens=CAPACITY, train_dataset=data()[rank:])
-        except LengthwiseError as error:
-            return str(error)
-        return "no error"
-
-    for said in in_trainers(work, 2, tmp_path):
-        assert "rank" in said
-        assert "plans and sequences" in said
-
-
 def test_a_trainer_trains_twice_evaluates_between_and_leaves_its_arguments(tmp_path):
     args = arguments(tmp_path, max_steps=2, activation_checkpointing=True)
     before = copy.deepcopy(args.to_dict())
@@ -293,10 +277,3 @@ def test_a_trainer_trains_twice_evaluates_between_and_leaves_its_arguments(tmp_p
     assert trainer.evaluate()["eval_loss"] < second < first
     again = planned(arguments(tmp_path, max_steps=2), model=trainer.model, eval_dataset=data())
     assert relative(again.evaluate()["eval_loss"], trainer.evaluate()["eval_loss"]) < 2e-6
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
-def test_adapters_that_a_plan_would_not_train_are_refused_when_the_trainer_is_made(tmp_path):
-    prompts = PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")
-    with pytest.raises(ModelRefused, match="PROMPT_TUNING"):
-        planned(arguments(tmp_path), model=get_peft_model(small_model(torch.float32), prompts))

@@ -48,19 +48,6 @@ def test_measuring_for_evaluations_alone_leaves_the_model_as_it_was():
 
 
 @pytest.mark.exhaustive
-def test_a_model_as_from_pretrained_leaves_it_is_measured(monkeypatch):
-    """In evaluation mode, in which no layer would be computed again; and in little memory, so that all is measured."""
-    monkeypatch.setattr(room, "free_bytes", lambda *_: 30_000_000.0)
-    model = small_model(torch.float32).eval()
-    with Session(model, SGD(model.parameters()), recompute="layer") as session:
-        capacity = session.capacity_tokens
-        assert not model.training
-        model.train()
-        session.backward([[1, 2, 3]])
-    assert 128 <= capacity < 2**22
-
-
-@pytest.mark.exhaustive
 def test_measuring_counts_weights_that_are_cast_and_leaves_room_for_what_the_optimizer_will_take(monkeypatch):
     """Cast weights count in each of the passes whose difference gives the bytes a token."""
 

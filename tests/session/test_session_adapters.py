@@ -1,6 +1,5 @@
 """Adapters of peft train as in the plain loop, under each layout, or are refused by name when the session is made."""
 
-import copy
 import warnings
 from functools import partial
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from loops import both_loops, in_double, in_ranks
 from peft import LoraConfig, get_peft_model
-from testing.saved import whole_state
 from testing.small import VOCAB, rows_of, small_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
@@ -62,12 +60,6 @@ KINDS = {
     "TRAINABLE_TOKENS": {"token_indices": [1, 5], "target_modules": ["embed_tokens"]},
     "VBLORA": {"num_vectors": 16, "vector_length": 4, **QUERIES},
     "WAVEFT": {"n_frequency": 10, **QUERIES},
-}
-IN_FP32 = {  # those that know no fp64
-    "FOURIERFT": peft.FourierFTConfig(n_frequency=10, **QUERIES),
-    "PiSSA": LORA(init_lora_weights="pissa"),
-    "OLoRA": LORA(init_lora_weights="olora"),
-    "MiCA": LORA(init_lora_weights="mica"),
 }
 CASES = {
     **OF_LORA,
@@ -126,10 +118,10 @@ def test_adapters_of_experts_in_one_parameter_train_as_in_the_plain_loop(tmp_pat
     assert max(map(max, in_ranks(in_double(work), 2, tmp_path))) < 1e-11
 
 
-@pytest.mark.parametrize("name", [more(name) for name in IN_FP32])
-def test_adapters_that_know_no_fp64_train_as_in_the_plain_loop_to_the_rounding_of_fp32(name, tmp_path):
+@pytest.mark.exhaustive
+def test_adapters_that_know_no_fp64_train_as_in_the_plain_loop_to_the_rounding_of_fp32(tmp_path):
     def work(_rank):
-        model = adapted(IN_FP32[name], torch.float32)
+        model = adapted(peft.FourierFTConfig(n_frequency=10, **QUERIES), torch.float32)
         return both_loops(SGD, model=model, steps=STEPS, dtype=torch.float32)
 
     assert max(map(max, in_ranks(work, 2, tmp_path))) < 1e-5
@@ -202,32 +194,3 @@ def test_weights_of_which_ranks_have_other_dtypes_are_refused_and_single_rows_un
             Session(model, optimizer, capacity_tokens=64, stages=2)
 
     in_ranks(work, 2, tmp_path)
-
-
-@pytest.mark.exhaustive
-def test_a_state_of_weights_in_two_dtypes_is_read_under_another_layout(tmp_path):
-    """By name: the saved order of parameters is that of their dtypes, and of units."""
-
-    def work(_rank):
-        found = []
-        for layout, loads in (("zero1", False), ("zero3", True)):
-            model = copy.deepcopy(start)
-            optimizer = SGD([each for each in model.parameters() if each.requires_grad], momentum=0.9)
-            with Session(model, optimizer, capacity_tokens=64, shard=layout) as session:
-                if loads:
-                    session.load(tmp_path / "state")
-                else:
-                    session.backward(STEPS[0])
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    session.save(tmp_path / "state")
-                session.backward(STEPS[1])
-                optimizer.step()
-                found.append(whole_state(session).get("master_weights", {}))
-                with session.whole_on_first():
-                    if _rank == 0:
-                        assert {each.dtype for each in model.state_dict().values()} == TWO
-        return max([(found[0][name] - found[1][name]).abs().max().item() for name in found[0]], default=0.0)
-
-    start = in_two_dtypes()
-    assert max(in_ranks(work, 2, tmp_path)) < 1e-6

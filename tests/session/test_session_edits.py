@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from loops import in_double, in_ranks
-from testing.small import loss_tokens, plain_losses, rows_of, small_model
+from testing.small import rows_of, small_model
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError
@@ -197,27 +197,3 @@ def test_slices_and_the_model_have_what_a_loop_wrote_into_either(tmp_path):
         return found
 
     assert in_ranks(work, 2, tmp_path) == [[0.5, 0.25, 0.02]] * 2
-
-
-@pytest.mark.exhaustive
-def test_both_copies_of_a_frozen_tied_weight_are_changed_by_either_name(tmp_path):
-    def found(name):
-        model = small_model(tie_word_embeddings=True)
-        model.lm_head.weight.requires_grad_(False)
-        plain = small_model(tie_word_embeddings=True)
-        optimizer = ADAMW([each for each in model.parameters() if each.requires_grad])
-        with torch.no_grad():
-            plain.lm_head.weight.mul_(0.5)
-            expected = sum(plain_losses(plain, FIRST)).item() / loss_tokens(FIRST)
-        with Session(model, optimizer, capacity_tokens=64, stages=2) as session:
-            holder = model.model.embed_tokens if name == "embed_tokens" else model.lm_head
-            with torch.no_grad():
-                for each in holder.parameters():
-                    each.mul_(0.5)
-            return session.evaluate(FIRST).loss - expected
-
-    def work(_rank):
-        return [found(name) for name in ("embed_tokens", "lm_head")]
-
-    for differs in in_ranks(in_double(work), 2, tmp_path):
-        assert differs == pytest.approx([0.0, 0.0], abs=1e-12)

@@ -51,17 +51,14 @@ def test_layers_compute_as_asked_in_steps_alone(options, tmp_path, monkeypatch, 
         model = small_model()
         norm = model.model.layers[0].input_layernorm
         norm.forward = partial(twice_as_much, norm)
-        put, inside = computing.Layers.put, []
-        monkeypatch.setattr(computing.Layers, "put", lambda self: (put(self), inside.append(len(self.forwards)))[0])
         found = both_loops(SGD, model=model, capacity=64 if options == {"fused_layers": "liger"} else 128, **options)
         kept = vars(norm).pop("forward", None)
-        return *found, max(inside), kept is not None or "stages" in options, is_plain(model), liger.calls.total()
+        return *found, kept is not None or "stages" in options, is_plain(model), liger.calls.total()
 
-    for loss, norm, weights, forwards, is_kept, plain, num_calls in in_ranks(in_double(work), 2, tmp_path):
+    for loss, norm, weights, is_kept, plain, num_calls in in_ranks(in_double(work), 2, tmp_path):
         assert loss < 1e-13
         assert norm < 1e-12
         assert weights < 1e-11
-        assert forwards >= 2 // options.get("stages", 1)
         assert is_kept
         assert plain
         assert bool(num_calls) == ("fused_layers" in options)
@@ -125,7 +122,7 @@ def set_balance(model, value):
     model.config.output_router_logits = bool(value)
 
 
-@pytest.mark.parametrize(("make", "change"), [(with_dropout, set_dropout), (with_balance, set_balance)])
+@pytest.mark.parametrize(("make", "change"), [(with_dropout, set_dropout), more(with_balance, set_balance)])
 def test_dropout_and_balance_losses_that_a_loop_sets_are_those_of_the_start_and_sharing_returns(make, change):
     """Where rows share a prefix, which a plan computes once without them, and once for every row with them."""
     prompt = torch.arange(60)

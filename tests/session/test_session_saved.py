@@ -18,7 +18,7 @@ from testing.faults import VARIABLE
 from testing.saved import whole_state
 from testing.small import small_model, steps_of
 
-from lengthwise.checkpoint import export_state, part
+from lengthwise.checkpoint import export_state
 from lengthwise.checkpoint.manifest import read_manifest, read_run_manifest, signed
 from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
@@ -119,10 +119,7 @@ def test_training_goes_on_from_a_folder_on_other_ranks_under_other_layouts(make,
 
 OTHERS = {
     "NAdam": (torch.optim.NAdam, {}),
-    "AMSGrad": (partial(torch.optim.AdamW, amsgrad=True), {}),
-    "fused": (partial(torch.optim.AdamW, fused=True), {}),
     "on the host": (torch.optim.AdamW, {"offload_optimizer": True}),
-    "ASGD": (torch.optim.ASGD, {}),
     "centered RMSprop": (partial(torch.optim.RMSprop, centered=True, momentum=0.5), {}),
     "nothing": (torch.optim.SGD, {}),
 }
@@ -311,12 +308,6 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
                     call_it(tmp_path / folder)
                 found.append(str(caught.value))
             patch.undo()
-            if rank == 1:
-                patch.setattr(part, "read_state", broken)
-            with pytest.raises(LengthwiseError) as caught:
-                session.load(tmp_path / "seen")
-            found.append(str(caught.value))
-            patch.undo()
             if rank == 1:  # another folder under the same name
                 patch.setattr(state_folder, "read_manifest", lambda folder: replace(read_manifest(folder), step=7))
             with pytest.raises(LengthwiseError, match=r"manifest\.json in .*seen.* by the same path on all ranks"):
@@ -330,8 +321,7 @@ def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
     def broken(*_, **__):
         raise OSError("no room")
 
-    for saving, loading, reading, without in in_ranks(work, 2, tmp_path):
-        assert "seen: expected undamaged files; got OSError: no room" in reading
+    for saving, loading, without in in_ranks(work, 2, tmp_path):
         assert "rank 0: OSError: no room" in without
         assert re.search(r"got rank 1: no .*state\.unfinished, which rank 0 has made: give a folder that all", saving)
         assert re.search(r"rank 1, .*seen: expected a checkpoint; got no such folder\. Give a folder", loading)
@@ -391,11 +381,8 @@ def test_a_folder_that_another_job_saves_is_refused_in_words_until_that_job_ends
         session.load(folder)
         session.save(folder)
         other.save(folder)
-        assert {each.name for each in folder.parent.iterdir()} == {"state", ".state.lock"}
-        for each in (session, other):  # a new folder at each save leaves no lock behind
-            each.save(folder.with_name("next"))
-        assert {each.name for each in folder.parent.iterdir()} == {"state", "next", ".next.lock"}
-    assert {each.name for each in folder.parent.iterdir()} == {"state", "next"}
+        session.save(folder.with_name("next"))
+    assert {each.name for each in folder.parent.iterdir()} == {"state", "next"}, "no lock"
 
 
 def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_named(tmp_path, monkeypatch):

@@ -49,6 +49,7 @@ def test_layers_that_stages_would_have_as_copies_are_refused_by_name_and_so_are_
         model = small_model(**LAYERS)
         model.model.layers[1].mlp = model.model.layers[0].mlp  # on the same stage
         Session(model, SGD(model.parameters()), capacity_tokens=64, stages=2).close()
+        model = small_model(**LAYERS)
         with torch.no_grad():
             model.model.layers[3].mlp.up_proj.weight[0, 0] += rank
         with pytest.raises(LengthwiseError, match="got models that differ"):
