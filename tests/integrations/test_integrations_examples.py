@@ -13,8 +13,6 @@ import pytest
 from testing.small import relative
 from trainers import in_trainers
 
-from tiers import some
-
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGES = {
@@ -52,7 +50,8 @@ def numbers(text):
     return [float(each) for each in re.findall(r"\b(?:loss|grad_norm|norm)'?:? '?([\d.e-]+\d)", text)]
 
 
-@pytest.mark.parametrize("example", some(PAGES))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("example", PAGES)
 def test_an_example_says_what_its_plain_form_says(example, tmp_path):
     expected = said(f"{example}_plain", 1, tmp_path)
     assert len(expected) >= 6

@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
 ]
 
-OFF = {"num_iterations": 2, "max_steps": 3}
+OFF = {"num_iterations": 2, "max_steps": 2}
 LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 COLOCATED = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
@@ -49,7 +49,7 @@ BALANCED = {"router_aux_loss_coef": 0.5, **ONE_BATCH}
 CASES = {
     "dapo, off-policy, KL, sampled elsewhere, over the ranks": {**TOKENS, **OFF, "beta": 0.1, "delta": 1.5},
     "bnpo, tools, evaluated": {"loss_type": "bnpo", "tools": True, **EVALUATED},  # others' losses of groups are 0
-    "rloo, KL": {"rloo": True, "beta": 0.1, "max_steps": 1},
+    "rloo, KL": {"rloo": True, "beta": 0.1},
     "sequences, off-policy, quantile, bonus, adapters": {
         **OFF,
         "loss_type": "grpo",
@@ -70,6 +70,7 @@ CASES = {
         "sync_ref_model": True,
         "ref_model_sync_steps": 2,
         **OFF,
+        "max_steps": 3,
     },
     "dr_grpo, off-policy, clipped below 1": {"loss_type": "dr_grpo", "delta": 0.9, **OFF},
     "cispo, off-policy": {"loss_type": "cispo", "epsilon_high": 1.05, **OFF},

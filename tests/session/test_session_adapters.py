@@ -103,6 +103,7 @@ def test_adapters_train_as_in_the_plain_loop(layout, names, tmp_path):
         assert {name: each for name, each in found.items() if not max(each) < 1e-11} == {}
 
 
+@pytest.mark.exhaustive
 def test_adapters_of_experts_in_one_parameter_train_as_in_the_plain_loop(tmp_path):
     """Ranks run different numbers of forwards, in each of which peft swaps the parameter and puts it back."""
     config = LORA(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])

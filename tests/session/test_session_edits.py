@@ -170,6 +170,7 @@ def test_parameters_that_a_loop_kept_and_hooks_are_refused_where_the_model_has_o
     in_ranks(in_double(work), 2, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_slices_and_the_model_have_what_a_loop_wrote_into_either(tmp_path):
     """By name; by `.data` and then into slices; into slices alone before the session closes."""
 

@@ -77,7 +77,8 @@ def checkpoint_layers(model):
     model.activation_checkpointing_enable()
 
 
-@pytest.mark.parametrize("changes", [more(compile_model), compile_layers, more(checkpoint_layers)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("changes", [compile_model, compile_layers, checkpoint_layers])
 def test_what_a_loop_compiles_or_checkpoints_itself_stays_out_of_planned_steps(changes, tmp_path, capfd):
     """Before the session, or between its steps; the model keeps it for the loop's own calls."""
 

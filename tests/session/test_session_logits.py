@@ -126,7 +126,6 @@ def test_a_loss_over_all_logits_that_do_not_fit_is_refused_and_others_run(monkey
 
 
 def test_a_hook_on_one_rank_is_refused_on_all(tmp_path):
-
     def work(rank):
         model = small_model(torch.float32, vocab_size=WORDS)
         with Session(model, SGD(model.parameters()), capacity_tokens=128, timeout_seconds=20) as session:

@@ -33,6 +33,7 @@ CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 ZERO1, ZERO3, HYBRID = ({"shard": "zero1"}, 2), ({"shard": "zero3"}, 3), ({"shard": "hybrid", "ranks_per_node": 2}, 4)
 STAGES = ({"stages": 2}, 2)
 UNREACHED = "model.norm.weight"
+SMALLEST = partial(small_model, num_hidden_layers=1)
 STEPS = steps_of([[1, 40, 3], [30, 33, 2]])
 
 
@@ -146,7 +147,7 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
     folder = tmp_path / "state"
 
     def work(_rank):
-        model = small_model()
+        model = SMALLEST()
         with opened(ZERO3[0], model=model) as session:
             session.backward(STEPS[0])
             model.get_parameter(UNREACHED).grad = None
@@ -155,7 +156,7 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
             with LargestTensor() as seen:
                 session.save(folder)
             own, wanted, saving = session.engine.parameters.master_weights.nbytes, whole_state(session), seen.bytes
-        with opened(ZERO3[0], model=small_model()) as session:
+        with opened(ZERO3[0], model=SMALLEST()) as session:
             session.backward(STEPS[1])
             session.optimizer.step()  # these states go, also where the folder has none
             session.optimizer.zero_grad()
@@ -166,7 +167,7 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
     found = in_ranks(in_double(work), 3, tmp_path)
     wanted, loaded, *_ = found[0]
     assert_same(loaded, wanted, 0.0)
-    names = [name for name, each in small_model().named_parameters() if each.dim() < 2]
+    names = [name for name, each in SMALLEST().named_parameters() if each.dim() < 2]
     assert names.index(UNREACHED) not in wanted["state"]
     for *_, own, saving, loading in found:
         assert saving == loading == own
@@ -228,7 +229,7 @@ OTHER_STATES = [  # of number 0, a vector
 
 def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path):
     def save(_rank):
-        with opened(ZERO1[0], model=small_model()) as session:
+        with opened(ZERO1[0], model=SMALLEST()) as session:
             step(session, STEPS[0])
             session.save(tmp_path / "state")
 
@@ -246,7 +247,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
 
     def work(_rank):
         found = []
-        with opened(ZERO3[0], model=small_model()) as session:
+        with opened(ZERO3[0], model=SMALLEST()) as session:
             step(session, STEPS[1])
             before = whole_state(session)
             for number in range(len(cases)):
@@ -254,7 +255,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
                     session.load(tmp_path / f"state-{number}")
                 found.append(str(caught.value))
             after = whole_state(session)
-        for model, make in ((small_model(), SGD), (small_model(intermediate_size=40), ADAMW)):
+        for model, make in ((SMALLEST(), SGD), (SMALLEST(intermediate_size=40), ADAMW)):
             with opened(ZERO1[0], make, model) as session, pytest.raises(LengthwiseError) as caught:
                 session.load(tmp_path / "state")
             found.append(str(caught.value))
@@ -276,7 +277,7 @@ def test_other_folders_folders_of_other_things_and_weights_that_are_not_finite_a
     (tmp_path / "page/manifest.json").write_text('{"name": "mine"}')
 
     def work(rank):
-        found, model = [], small_model()
+        found, model = [], SMALLEST()
         with opened(ZERO1[0], model=model) as session:
             for folder in (f"state-{rank}", "mine", "page", "state"):
                 if folder == "state":
@@ -299,7 +300,7 @@ def test_other_folders_folders_of_other_things_and_weights_that_are_not_finite_a
 def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
     def work(rank):
         found = []
-        with opened(ZERO1[0], model=small_model()) as session, pytest.MonkeyPatch.context() as patch:
+        with opened(ZERO1[0], model=SMALLEST()) as session, pytest.MonkeyPatch.context() as patch:
             session.save(tmp_path / "seen")
             if rank == 1:
                 patch.setattr(Path, "is_dir", lambda _: False)  # as where its machine has another disk there
@@ -334,7 +335,7 @@ def test_a_writer_that_is_killed_leaves_the_folder_of_before(tmp_path, monkeypat
     monkeypatch.setenv(VARIABLE, f"{point}:{rank}:2:kill")
 
     def work(_rank):
-        with opened(ZERO1[0], model=small_model()) as session:
+        with opened(ZERO1[0], model=SMALLEST()) as session:
             for rows in STEPS[:2]:
                 step(session, rows)
                 session.save(tmp_path / "state")
@@ -348,7 +349,7 @@ def test_a_writer_that_is_killed_leaves_the_folder_of_before(tmp_path, monkeypat
         (tmp_path / "state").rename(tmp_path / "state.previous")
 
     def load(_rank):
-        with opened(ZERO1[0], model=small_model()) as session:
+        with opened(ZERO1[0], model=SMALLEST()) as session:
             session.load(tmp_path / "state")
             before = session.steps
             session.save(tmp_path / "state")
@@ -364,7 +365,7 @@ def test_a_folder_that_another_job_saves_is_refused_in_words_until_that_job_ends
     job = os.fork()
     if not job:
         try:
-            session = opened({}, model=small_model())
+            session = opened({}, model=SMALLEST())
             session.save(folder)
             saved.touch()
             os.read(pipe[0], 1)
@@ -372,7 +373,7 @@ def test_a_folder_that_another_job_saves_is_refused_in_words_until_that_job_ends
             os._exit(0)
     while not saved.exists():
         time.sleep(0.05)
-    with opened({}, model=small_model()) as session, opened({}, model=small_model()) as other:
+    with opened({}, model=SMALLEST()) as session, opened({}, model=SMALLEST()) as other:
         for background in (False, True):
             with pytest.raises(LengthwiseError, match=rf"expected a folder that no other run is writing; .*{job} on"):
                 session.save(folder, background=background)
@@ -392,7 +393,7 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
 
     def work(_rank):
         seen = []
-        with opened(ZERO3[0], model=small_model()) as session:
+        with opened(ZERO3[0], model=SMALLEST()) as session:
             rows = STEPS[0]
             step(session, rows)
             session.save(folder, background=True)
@@ -435,7 +436,7 @@ def test_a_save_in_the_background_whose_session_nobody_closes_is_named(tmp_path)
     def work(_rank):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            session = opened(ZERO1[0], model=small_model())
+            session = opened(ZERO1[0], model=SMALLEST())
             transport = session._transport
             session.save(tmp_path / "state", background=True)
             session.runner.writer.close()

@@ -65,7 +65,7 @@ check_settings = session_open.check_settings
         more("next token", {"precision": "bf16", "adapters": True}),
         more("own loss", {}),
         more("a Trainer's loss", {}),
-        ("by sequence", {"offload_optimizer": True}),
+        more("by sequence", {"offload_optimizer": True}),
     ],
 )
 def test_a_step_of_a_session_waits_for_its_device_where_it_must(monkeypatch, loss, options):

@@ -57,6 +57,7 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
     assert all("lie over the ranks" in each for each in said)
 
 
+@pytest.mark.exhaustive
 def test_other_ranks_need_no_storage_of_their_own(tmp_path):
     """Their model may be on the meta device: values and buffers are those of rank 0."""
 
