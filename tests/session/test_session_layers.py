@@ -51,7 +51,7 @@ def test_layers_compute_as_asked_in_steps_alone(options, tmp_path, monkeypatch, 
         model = small_model()
         norm = model.model.layers[0].input_layernorm
         norm.forward = partial(twice_as_much, norm)
-        found = both_loops(SGD, model=model, capacity=64 if options == {"fused_layers": "liger"} else 128, **options)
+        found = both_loops(SGD, model=model, steps=steps_of([[60, 50]]), **options)
         kept = vars(norm).pop("forward", None)
         return *found, kept is not None or "stages" in options, is_plain(model), liger.calls.total()
 

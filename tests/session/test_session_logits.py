@@ -116,6 +116,7 @@ def test_a_loss_over_all_logits_gets_no_more_tokens_than_fit_with_them(monkeypat
     assert said.count("lengthwise:") == 1, "rank 0 alone"
 
 
+@pytest.mark.exhaustive
 def test_a_loss_over_all_logits_that_do_not_fit_is_refused_and_others_run(monkeypatch):
     monkeypatch.setattr(room, "free_bytes", lambda *_: 3_000_000.0)
     model = small_model(torch.float32, vocab_size=WORDS)
