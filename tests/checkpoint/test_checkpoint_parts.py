@@ -156,7 +156,7 @@ def test_no_manifest_ends_in_a_traceback(saved_text, data):
     path, text = saved_text
     start = data.draw(st.integers(0, len(text)))
     size = data.draw(st.integers(0, 40))
-    text = text[:start] + data.draw(st.text("019-.eN{}[],: \"\x00é", max_size=10)) + text[start + size :]
+    text = text[:start] + data.draw(st.text('019-.eN{}[],: "\x00é', max_size=10)) + text[start + size :]
     with suppress(ValueError, AttributeError):  # no JSON, or no object: refused before its digest is looked at
         text = signed(json.loads(text))
     path.write_text(text, encoding="utf-8")

@@ -38,7 +38,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:You are using 'rollout_func'"),
 ]
 
-OFF = {"num_iterations": 2, "max_steps": 2}
+OFF = {"num_iterations": 2, "max_steps": 3}
 LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 COLOCATED = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
@@ -70,7 +70,6 @@ CASES = {
         "sync_ref_model": True,
         "ref_model_sync_steps": 2,
         **OFF,
-        "max_steps": 3,
     },
     "dr_grpo, off-policy, clipped below 1": {"loss_type": "dr_grpo", "delta": 0.9, **OFF},
     "cispo, off-policy": {"loss_type": "cispo", "epsilon_high": 1.05, **OFF},
