@@ -60,7 +60,7 @@ def program(operations, ranks=2, layout="zero1", model="tied", optimizer="adamw"
     return Program(ranks=ranks, layout=layout, model=model, optimizer=optimizer, operations=tuple(operations))
 
 
-BY_DEFAULT = "clips what it scaled", "clamps weights between steps"
+BY_DEFAULT = "clips what it scaled", "clears some", "clamps weights between steps"
 
 
 @pytest.mark.parametrize(
