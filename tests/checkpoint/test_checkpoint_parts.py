@@ -15,7 +15,6 @@ from lengthwise.checkpoint import (
     CheckpointFolder,
     RunManifest,
     broken,
-    differences,
     parameters_of,
     part,
     read_state,
@@ -157,7 +156,7 @@ def test_no_manifest_ends_in_a_traceback(saved_text, data):
     path, text = saved_text
     start = data.draw(st.integers(0, len(text)))
     size = data.draw(st.integers(0, 40))
-    text = text[:start] + data.draw(st.text(max_size=10)) + text[start + size :]
+    text = text[:start] + data.draw(st.text('019-.eN{}[],: "\x00é', max_size=10)) + text[start + size :]
     with suppress(ValueError, AttributeError):  # no JSON, or no object: refused before its digest is looked at
         text = signed(json.loads(text))
     path.write_text(text, encoding="utf-8")
@@ -180,17 +179,6 @@ def test_only_names_of_ours_are_checkpoints(saved, tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / "step-000010").symlink_to(folder.at(5))
     assert folder.steps() == [5]
-
-
-def test_differences_are_told_all_at_once(saved):
-    _, manifest = saved
-    assert differences(manifest, ["p0", "p1"], [(100,), (7,)], "float32") == []
-    assert differences(manifest, ["p0", "p2"], [(10, 10), (7,)], "float64") == [
-        "p2 is missing",
-        "p1 is not in the model",
-        "p0 has shape [100], not [10, 10]",
-        "all are float32, not float64",
-    ]
 
 
 UNFIT = {

@@ -32,7 +32,7 @@ class Layout:
     model: str = "whole"
 
 
-DISK = {"offload": {"store": "disk", "ratio": 1.0}, "capacity_tokens": 40}  # in which 128 do not fit otherwise
+DISK = {"offload": {"store": "disk", "ratio": 1.0}, "capacity_tokens": 40}  # in which 97 do not fit otherwise
 LAYOUTS = {
     "zero1": Layout(2, {"shard": "zero1"}),
     "zero3": Layout(3, {"shard": "zero3"}, "tied"),

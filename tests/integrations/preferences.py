@@ -16,7 +16,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     PreTrainedTokenizerFast,
-    ProcessorMixin,
     Qwen3VLProcessor,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -58,33 +57,6 @@ def family_model(family, dtype=torch.float32, attention="sdpa", changes=None):
         config = tiny_family_config(family, {**words, **(changes or {})})
         made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
     return enliven(made.train())
-
-
-def whole_model(dtype=torch.float32):
-    """Return a small model with a tower for images, of the tokenizer's vocabulary."""
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        words = {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1}
-        config = tiny_tower_config("gemma3", "gemma3_text", words, image_token_index=len(tokenizer()))
-        made = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    return enliven(made.train())
-
-
-class Processor(ProcessorMixin):
-    """A processor whose images nobody asks for."""
-
-    def __init__(self, tokenizer, chat_template=None):
-        super().__init__(tokenizer, chat_template=chat_template)
-
-    def __call__(self, images=None, text=None, **how):
-        """Return the tokens of texts, a list of one of one text, as those of models with images do."""
-        how = {name: value for name, value in how.items() if name in ("add_special_tokens", "return_tensors")}
-        return self.tokenizer([text] if isinstance(text, str) else text, **how)
-
-
-def processor():
-    """Return it around the tokenizer."""
-    return Processor(tokenizer(), chat_template=TEMPLATE)
 
 
 IMAGE_WORDS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")

@@ -10,9 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from trainers import in_trainers, relative
-
-from tiers import some
+from testing.small import relative
+from trainers import in_trainers
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -51,7 +50,8 @@ def numbers(text):
     return [float(each) for each in re.findall(r"\b(?:loss|grad_norm|norm)'?:? '?([\d.e-]+\d)", text)]
 
 
-@pytest.mark.parametrize("example", some(PAGES, 1))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("example", PAGES)
 def test_an_example_says_what_its_plain_form_says(example, tmp_path):
     expected = said(f"{example}_plain", 1, tmp_path)
     assert len(expected) >= 6

@@ -4,7 +4,6 @@ import sys
 from functools import partial
 from importlib import import_module
 from runpy import run_module
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,23 +18,20 @@ from grpo_runs import (
     PlannedRLOO,
     Sampled,
     compared,
-    in_place,
     prompts,
     trained,
     with_tools,
 )
 from peft import LoraConfig
 from preferences import family_model, image_model, image_processor, model, pictures
-from trainers import difference, in_trainers, weights_of
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, TrainerCallback
-from trl.trainer.utils import pad
+from trainers import difference, in_trainers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from lengthwise.core.errors import ConfigError, DataError, PlanError, Problems
 from lengthwise.integrations.arguments import PLANNED
-from lengthwise.integrations.rollouts import joined, planned_rows
-from lengthwise.integrations.token_losses import TokenSum
+from lengthwise.integrations.rollouts import planned_rows
 from lengthwise.integrations.transformers import PlannedTrainerMixin
-from tiers import some
+from tiers import more, some
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated"),  # TRL and peft read it
@@ -53,7 +49,7 @@ BALANCED = {"router_aux_loss_coef": 0.5, **ONE_BATCH}
 CASES = {
     "dapo, off-policy, KL, sampled elsewhere, over the ranks": {**TOKENS, **OFF, "beta": 0.1, "delta": 1.5},
     "bnpo, tools, evaluated": {"loss_type": "bnpo", "tools": True, **EVALUATED},  # others' losses of groups are 0
-    "rloo, off-policy, KL": {"rloo": True, "beta": 0.1, **OFF},
+    "rloo, KL": {"rloo": True, "beta": 0.1},
     "sequences, off-policy, quantile, bonus, adapters": {
         **OFF,
         "loss_type": "grpo",
@@ -67,7 +63,7 @@ CASES = {
     "in this process, asleep, over the ranks": {**COLOCATED, "vllm_enable_sleep_mode": True, **OFF},
     "experts, evaluated": {"family": "mixtral", "loss_type": "grpo", **BALANCED, **EVALUATED},
     "images, KL, over the ranks": {"beta": 0.1, "images": True, **OFF},
-    "rloo, images": {"rloo": True, "images": True},
+    "rloo, off-policy, images": {"rloo": True, "images": True, **OFF},
     "grpo, a reference that follows": {
         "loss_type": "grpo",
         "beta": 0.1,
@@ -78,16 +74,11 @@ CASES = {
     "dr_grpo, off-policy, clipped below 1": {"loss_type": "dr_grpo", "delta": 0.9, **OFF},
     "cispo, off-policy": {"loss_type": "cispo", "epsilon_high": 1.05, **OFF},
     "sapo, off-policy": {"loss_type": "sapo", **OFF},
-    "luspo, KL": {"loss_type": "luspo", "beta": 0.1},
     "vespo, off-policy": {"loss_type": "vespo", **OFF},
-    "truncated masked": {"mask_truncated_completions": True, "loss_type": "grpo"},
     "steps per generation": {"steps_per_generation": 4, "max_steps": 4, "rows": 24},
-    "sampled elsewhere, sequences": {**SERVER, "vllm_importance_sampling_mode": "sequence_mask"},
     "off-policy mask": {**TOKENS, "off_policy_mask_threshold": 0.05, "loss_type": "grpo"},
-    "rloo, in this process": {"rloo": True, "use_vllm": True},
     "in this process, split over the ranks": COLOCATED,
     "experts, sequences, off-policy": {"family": "mixtral", "importance_sampling_level": "sequence", **BALANCED, **OFF},
-    "experts, rloo": {"family": "mixtral", "rloo": True, "beta": 0.0, **BALANCED},
 }
 
 
@@ -114,7 +105,7 @@ def asked():
 CELLS = [(case, 2 if place < 5 else 3) for place, case in enumerate(CASES)]
 
 
-@pytest.mark.parametrize(("case", "ranks"), some(CELLS, 0, 1, 2))
+@pytest.mark.parametrize(("case", "ranks"), some(CELLS, 0, 2))
 def test_grpo_is_trls(case, ranks, tmp_path, saved):
     config = dict(CASES[case])
     how = {"rollout_func": with_tools} if config.pop("tools", False) else {}
@@ -163,27 +154,7 @@ def test_a_loss_of_ones_own_is_that_of_trl(tmp_path, saved):
     compared(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain"))
 
 
-class CutShort(TrainerCallback):
-    """Stops one training between the batches of an update."""
-
-    has_stopped = False
-
-    def on_substep_end(self, args, state, control, **_):
-        control.should_training_stop, self.has_stopped = not self.has_stopped, True
-
-
-def test_the_next_training_is_without_the_batches_of_an_update_that_was_cut_short(tmp_path, saved):
-    def work(kind, name, **options):
-        trainer = trained(kind, tmp_path / name, 1, loaded(saved), config={"max_steps": 1}, **options)["trainer"]
-        trainer.add_callback(CutShort())
-        with in_place(torch.float64):
-            steps = [(trainer.train(), trainer.state.global_step)[1] for _ in range(2)]
-        assert steps == [0, 1]
-        return weights_of(trainer)
-
-    assert difference(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain")) < 5e-6
-
-
+@pytest.mark.exhaustive
 def test_batches_that_a_stream_leaves_over_weigh_as_in_trl(tmp_path, saved):
     """A pass has three batches, and two make an update."""
     config = {"loss_type": "grpo", "steps_per_generation": 1, "accelerator_config": {"dispatch_batches": False}}
@@ -212,28 +183,16 @@ def test_a_loss_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"loss_type": "vespo", **OFF})
 
 
-@pytest.mark.parametrize("used", [[1.0, 2.01], [1.0, float("nan")]])
-def test_a_gradient_that_is_not_trls_is_refused(used):
-    as_sum = TokenSum(columns={}, weights_of=lambda *_: torch.zeros(0), where="loss", expected="a sum")
-    exact, other = torch.tensor([[1.0, 2.0], [0.0, 0.0]]), torch.tensor([used])
-    as_sum.check(exact[:1], exact)
-    as_sum.check(other, exact * float("nan"))  # of a model that diverged, as in TRL
-    with pytest.raises(ConfigError, match=r"loss: expected a sum, as in TRL 1.16; got a gradient that differs"):
-        as_sum.check(other, exact)
-    with pytest.raises(ConfigError, match="a gradient that differs"):
-        as_sum.check(exact[:1], exact + torch.tensor([[0.0], [0.1]]))  # by entropies
-
-
 def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved):
     """With an entropy bonus that adapts, whose state TRL keeps beside the session's."""
-    config = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "max_steps": 4}
-    config |= {"save_strategy": "steps", "save_steps": 2, "gradient_accumulation_steps": 1}
+    config = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "max_steps": 2}
+    config |= {"save_strategy": "steps", "save_steps": 1, "gradient_accumulation_steps": 1}
     whole, again = (
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config=config, resume=resume)
-        for resume in (None, str(tmp_path / "checkpoint-2"))
+        for resume in (None, str(tmp_path / "checkpoint-1"))
     )
     names = {"loss", "grad_norm", "entropy", "entropy_coef", "reward"}
-    for found, expected in zip(again["logs"][:2], whole["logs"][2:4], strict=True):
+    for found, expected in zip(again["logs"][:1], whole["logs"][1:2], strict=True):
         assert [found[name] for name in names] == [expected[name] for name in names]
     assert difference(again["weights"], whole["weights"]) == 0.0
 
@@ -253,7 +212,7 @@ def test_a_head_in_fp32_is_trls_and_its_weights_are_of_the_others_dtype(tmp_path
     compared(planned(model(), config=config), plain, tolerance=1e-2, weights=1e-3)
 
 
-@pytest.mark.parametrize("sleeps", [False, True])
+@pytest.mark.parametrize("sleeps", [more(False), True])
 def test_memory_is_measured_beside_an_engine_in_this_process(sleeps, tmp_path, saved, monkeypatch):
     """Of vLLM's: awake, it has taken its part before; asleep, it has given it back."""
     awake, made = list[int](), list[Colocated]()
@@ -266,12 +225,12 @@ def test_memory_is_measured_beside_an_engine_in_this_process(sleeps, tmp_path, s
     assert set(awake) == {0 if sleeps else 2}
 
 
-@pytest.mark.parametrize("name", PLANNED)
-def test_the_mixin_alone_in_front_of_a_trainer_of_trl_is_refused(name):
-    kind = type(name, (), {"__module__": "trl.trainer"})
-    with pytest.raises(ConfigError, match=rf"class Mine: expected {PLANNED[name]}.{name}; got PlannedTrainerMixin"):
-        type("Mine", (PlannedTrainerMixin, kind), {})()
-    assert issubclass(getattr(import_module(PLANNED[name]), name), PlannedTrainerMixin)
+def test_the_mixin_alone_in_front_of_a_trainer_of_trl_is_refused():
+    for name, module in PLANNED.items():
+        kind = type(name, (), {"__module__": "trl.trainer"})
+        with pytest.raises(ConfigError, match=rf"class Mine: expected {module}.{name}; got PlannedTrainerMixin"):
+            type("Mine", (PlannedTrainerMixin, kind), {})()
+        assert issubclass(getattr(import_module(module), name), PlannedTrainerMixin)
 
 
 @pytest.mark.filterwarnings("ignore:.*found in sys.modules")
@@ -297,25 +256,3 @@ def test_rollouts_that_no_plan_takes_are_refused(tmp_path, saved):
     one = {name: torch.ones(1, 1) for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
     with pytest.raises(DataError, match="images with pixel_values and image_grid_thw; got pixel_values without them"):
         planned_rows([{**one, "pixel_values": torch.ones(1, 3), "num_images": [1]}])
-
-
-def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path, saved, monkeypatch):
-    trainer = trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"max_steps": 1})["trainer"]
-    monkeypatch.setattr(trainer, "args", SimpleNamespace(process_index=0, world_size=2))
-    with pytest.raises(DataError, match="as many completions on every rank; got 3 completions of a batch on 2 ranks"):
-        trainer._generate_and_score_completions([{"prompt": "ab"}] * 3)
-
-
-def test_rows_of_ranks_join_as_trl_pads_them():
-    """Prompts at the left, completions at the right, where a `tool_mask` is 1: a loss of one's own may read them."""
-    rows = {"prompt_ids": ([5], [6, 7]), "completion_ids": ([8, 9], [3]), "tool_mask": ([0, 1], [0])}
-    sides, fills = {"prompt_ids": "left"}, {"tool_mask": 1}
-
-    def padded(name, some):
-        values = [torch.tensor(each) for each in some]
-        return pad(values, padding_value=fills.get(name, 0), padding_side=sides.get(name, "right"))
-
-    found = joined([{name: padded(name, [both[rank]]) for name, both in rows.items()} for rank in range(2)])
-    assert {name: each.tolist() for name, each in found.items()} == {
-        name: padded(name, both).tolist() for name, both in rows.items()
-    }

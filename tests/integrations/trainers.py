@@ -105,10 +105,6 @@ def in_trainers(work, ranks, folder):
     return in_ranks(rank_work, ranks, folder)
 
 
-def relative(found, expected):
-    return abs(found - expected) / max(abs(expected), 1e-12)
-
-
 def difference(found, expected):
     """Return the worst relative L2 difference of two sets of weights; of zeros, which have to stay, the distance."""
     assert found.keys() == expected.keys()

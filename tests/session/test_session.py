@@ -4,13 +4,13 @@ import copy
 import gc
 import os
 import re
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from loops import both_loops, in_double, in_ranks, planned_loop
+from peft import LoraConfig, get_peft_model
 from testing.saved import whole_state
 from testing.small import loss_tokens, plain_loop, plain_losses, rows_of, small_model, steps_of
 from transformers import AutoModelForCausalLM
@@ -20,8 +20,6 @@ from lengthwise.core.errors import (
     LengthwiseError,
     MemoryShortage,
     OutputError,
-    PlanError,
-    RankError,
 )
 from lengthwise.models import keep_double
 from lengthwise.session import capacity as room
@@ -35,53 +33,18 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 
 
-def test_what_memory_holds_is_measured(tmp_path, monkeypatch, capfd):
-    """Little memory makes rings; the numbers stay those of the plain loop."""
-    monkeypatch.setattr(room, "free_bytes", lambda *_: 3_000_000.0)
-
-    def work(_rank):
-        model = small_model(max_position_embeddings=2048)
-        return both_loops(ADAMW, capacity="auto", model=model, steps=steps_of([[250, 3, 210]]), recompute="none")
-
-    for loss, norm, weights in in_ranks(in_double(work), 2, tmp_path):
-        assert max(loss, norm, weights) < 1e-11
-    said = capfd.readouterr().out
-    held, ring = (int(each.replace(",", "")) for each in re.search(r"holds ([\d,]+) tokens.*?(\d+)% of", said).groups())
-    assert held == 128
-    assert ring > 50
-    assert said.count("lengthwise:") == 1, "rank 0 alone"
-
-
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
 def test_measuring_for_evaluations_alone_leaves_the_model_as_it_was():
-    model = small_model().eval()
+    """Also one with adapters of the embedding."""
+    config = LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 5, 9])
+    model = get_peft_model(small_model(torch.float32), config).eval()
+    trained = [each.requires_grad for each in model.parameters()]
     with torch.no_grad(), Session(model) as session:  # as loops evaluate
         session.evaluate([[1, 2, 3]])
         assert session.capacity_tokens >= 128
-    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert [each.requires_grad for each in model.parameters()] == trained
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert not any(module.training for module in model.modules())
-
-
-@pytest.mark.exhaustive
-def test_a_model_as_from_pretrained_leaves_it_is_measured(monkeypatch):
-    """In evaluation mode, in which no layer would be computed again; and in little memory, so that all is measured."""
-    monkeypatch.setattr(room, "free_bytes", lambda *_: 30_000_000.0)
-    model = small_model(torch.float32).eval()
-    with Session(model, SGD(model.parameters()), recompute="layer") as session:
-        capacity = session.capacity_tokens
-        assert not model.training
-        model.train()
-        session.backward([[1, 2, 3]])
-    assert 128 <= capacity < 2**22
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("sharing", ["auto", "off"])
-def test_a_rank_alone_measures_a_shared_prefix_where_rows_may_share_one(sharing, monkeypatch):
-    monkeypatch.setattr(room, "free_bytes", lambda *_: 30_000_000.0)
-    model = small_model(torch.float32)
-    with Session(model, SGD(model.parameters()), recompute="none", share_prefixes=sharing) as session:
-        measured = {layout.branches for _, layout, *_ in session.engine.measured}
-    assert measured == ({False, True} if sharing == "auto" else {False})
 
 
 @pytest.mark.exhaustive
@@ -103,9 +66,16 @@ def test_measuring_counts_weights_that_are_cast_and_leaves_room_for_what_the_opt
     assert capacity(40e6, ADAMW) < 0.8 * capacity(40e6, ADAMW, has_states=True)
 
 
-def test_a_session_that_does_not_fit_ends_its_planner(monkeypatch):
-    monkeypatch.setattr(room, "free_bytes", lambda *_: 1000.0)
+def test_a_session_that_does_not_fit_or_that_nobody_closed_leaves_no_process(monkeypatch):
     model, before = small_model(), children(os.getpid())
+    session = Session(model, SGD(model.parameters()), capacity_tokens=128)
+    session.backward([[1, 2, 3]])
+    assert children(os.getpid()) != before
+    del session
+    gc.collect()
+    assert children(os.getpid()) == before
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 1000.0)
+    model = small_model()
     with pytest.raises(MemoryShortage) as caught:
         Session(model, SGD(model.parameters()), recompute="none")
     assert caught.value.__traceback__ is not None, "which keeps the session"
@@ -141,7 +111,7 @@ def test_every_optimizer_by_entry_is_itself(tmp_path):
 
 def test_single_and_mixed_precision_stay_within_rounding(tmp_path):
     def work(_rank):
-        how = {"dtype": torch.float32, "steps": steps_of()[:1]}
+        how = {"dtype": torch.float32, "capacity": 32, "steps": [rows_of([41, 7], 0)]}
         return both_loops(ADAMW, **how), both_loops(SGD, precision="bf16", **how)
 
     for single, mixed in in_ranks(work, 2, tmp_path):
@@ -164,28 +134,9 @@ def test_a_surrounding_autocast_is_that_of_the_step():
     assert found[0] == found[1]
 
 
-def test_an_optimizer_that_made_steps_before_goes_on_with_its_states(tmp_path):
-    def work(_rank):
-        first, second = steps_of()[:2]
-        model = small_model()
-        optimizer = ADAMW(model.parameters())
-        constant = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
-        plain_loop(model, optimizer, constant(optimizer), [first])
-        plain = copy.deepcopy(model)
-        other = ADAMW(plain.parameters())
-        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        plain_loop(plain, other, constant(other), [second])
-        with Session(model, optimizer, capacity_tokens=64) as session:
-            planned_loop(session, optimizer, constant(optimizer), [second])
-        pairs = zip(model.parameters(), plain.parameters(), strict=True)
-        return max(((a - b).norm() / b.norm()).item() for a, b in pairs)
-
-    assert max(in_ranks(in_double(work), 2, tmp_path)) < 1e-11
-
-
-def grouped():
+def grouped(layers=2):
     """A tied model with a frozen weight, and AdamW as many loops have it: vectors first, without decay, slower."""
-    model = small_model(tie_word_embeddings=True, num_hidden_layers=4)
+    model = small_model(tie_word_embeddings=True, num_hidden_layers=layers)
     model.model.layers[1].mlp.up_proj.weight.requires_grad_(False)
     vectors = {"params": [each for each in model.parameters() if each.dim() < 2], "weight_decay": 0.0, "lr": 3e-3}
     return model, ADAMW([vectors, {"params": [each for each in model.parameters() if each.dim() >= 2]}])
@@ -217,13 +168,13 @@ def plain_state(model, optimizer, steps):
 def test_an_exported_state_goes_on_in_a_plain_loop_and_in_another_layout(layout, ranks, tmp_path):
     """Tied parameters lie otherwise under zero3, and in stages; the frozen one has a number, too."""
     steps, folder, file = steps_of()[:2], tmp_path / "state", tmp_path / "optimizer.pt"
-    model, optimizer = grouped()
+    model, optimizer = grouped(4)
     optimizer.param_groups[1].update(lr=2e-2, weight_decay=0.3)
     work = partial(planned_state, layout=layout, model=model, optimizer=optimizer, steps=steps, saves=folder)
     wanted, *rest = in_ranks(in_double(work), ranks, tmp_path)
     assert rest == [{}] * (ranks - 1)
     assert call("checkpoint", "export", folder, file) == 0
-    model, optimizer = grouped()
+    model, optimizer = grouped(4)
     work = partial(planned_state, layout={}, model=model, optimizer=optimizer, steps=steps[1:], loads=file)
     again, _ = in_ranks(in_double(work), 2, tmp_path)
     state = torch.load(file, weights_only=True)
@@ -235,19 +186,26 @@ def test_an_exported_state_goes_on_in_a_plain_loop_and_in_another_layout(layout,
 
 
 def test_a_plain_loops_optimizer_goes_on_in_a_session(tmp_path):
-    steps, (model, optimizer) = steps_of()[:2], grouped()
+    """As it is, or from the file that the loop saved."""
+    steps, (model, optimizer) = steps_of([[9, 40], [31, 2], [12]])[:2], grouped()
     optimizer.param_groups[1]["lr"] = 2e-2
     plain_state(model, optimizer, steps[:1])
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
 
     def work(rank):
-        own, made = grouped()
-        own.load_state_dict(model.state_dict())
-        return planned_state(rank, {"shard": "zero3"}, own, made, steps[1:], loads=tmp_path / "optimizer.pt")
+        found = []
+        for layout, loads in (("zero3", tmp_path / "optimizer.pt"), ("zero1", None)):
+            own, made = grouped()
+            own.load_state_dict(model.state_dict())
+            if loads is None:
+                made.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            found.append(planned_state(rank, {"shard": layout}, own, made, steps[1:], loads=loads))
+        return found
 
-    found, _ = in_ranks(in_double(work), 2, tmp_path)
+    given, _ = in_ranks(in_double(work), 2, tmp_path)
     wanted = plain_state(model, optimizer, steps[1:])
-    torch.testing.assert_close({**found, "steps": 2}, wanted, rtol=1e-8, atol=1e-11)
+    for found in given:
+        torch.testing.assert_close({**found, "steps": 2}, wanted, rtol=1e-8, atol=1e-11)
 
 
 def test_a_loss_may_run_the_model_once_more_without_gradients_beside_recomputation():
@@ -283,10 +241,10 @@ def test_outside_of_a_step_the_model_is_plain(tmp_path):
     (tmp_path / "file").write_text("")
 
     def work(_rank):
-        model, steps = small_model(), steps_of()
+        model, steps = small_model(), steps_of([[30, 9], [25, 3]])
         before = copy.deepcopy(model)
         optimizer = ADAMW(model.parameters())
-        with Session(model, optimizer, capacity_tokens=64) as session:
+        with Session(model, optimizer, capacity_tokens=20) as session:
             prompt, how = torch.tensor([[1, 2, 3]]), {"max_new_tokens": 4, "do_sample": False}
             same = torch.equal(model.generate(prompt, **how), before.generate(prompt, **how))
             evaluated = session.evaluate(steps[1]).loss
@@ -317,7 +275,7 @@ def test_a_model_that_does_not_train_is_evaluated_where_it_lies(tmp_path):
 
     def work(rank):
         model = small_model().requires_grad_(False)
-        rows = rows_of([70, 40, 3, 9, 17], seed=1)
+        rows = rows_of([70, 3, 9], seed=1)
         wanted = sum(each.item() for each in plain_losses(model, rows)) / loss_tokens(rows)
         before = {name: each.data_ptr() for name, each in model.named_parameters()}
         if rank:
@@ -348,28 +306,6 @@ def test_what_cannot_be_kept_is_refused_by_name():
     half = small_model(torch.float16)
     with pytest.raises(LengthwiseError, match="trainable parameters in float32"):
         Session(half, SGD(half.parameters()), capacity_tokens=64)
-
-
-def test_a_loss_that_is_a_mean_and_gradients_of_one_rank_are_refused_on_all(tmp_path):
-    def mean(output, tokens):
-        return F.cross_entropy(output.logits[0], tokens.shift_labels, ignore_index=-100)
-
-    def total(output, tokens):
-        return F.cross_entropy(output.logits[0], tokens.shift_labels, ignore_index=-100, reduction="sum")
-
-    def work(_rank):
-        model = small_model()
-        with Session(model, SGD(model.parameters()), capacity_tokens=128, shard="zero1") as session:
-            for loss in (mean, total, mean, mean):  # another loss later, and once more after it was refused
-                refused = pytest.raises(LengthwiseError, match="the sum over a microbatch's tokens")
-                with refused if loss is mean else nullcontext():
-                    session.backward(steps_of()[0], loss=loss)
-            session.backward(steps_of()[0], loss=total)
-            with pytest.raises(LengthwiseError, match=r"Use session\.clip_grad_norm_"):
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert all(each.grad is None or each.grad.isfinite().all() for each in model.parameters()), "as a plain model"
-
-    in_ranks(in_double(work), 2, tmp_path)
 
 
 def test_a_loss_that_becomes_a_mean_is_refused_whatever_it_is_made_of():
@@ -415,7 +351,7 @@ def test_a_loss_that_becomes_a_mean_is_refused_whatever_it_is_made_of():
     assert found == torch.rand(1)
 
 
-@pytest.mark.parametrize("options", [more({}), {"stages": 2}])
+@pytest.mark.parametrize("options", [{}, more({"stages": 2})])
 def test_a_compute_loss_that_is_a_mean_is_refused_on_all_ranks_when_it_becomes_one(options, tmp_path):
     """And is called for this when it is new, in which its divisor does not count."""
 
@@ -436,6 +372,8 @@ def test_a_compute_loss_that_is_a_mean_is_refused_on_all_ranks_when_it_becomes_o
             word = f"mean of rank {rank}"
             with pytest.raises(LengthwiseError, match="compute_loss: expected a microbatch's share"):
                 session.evaluate(rows, compute_loss=partial(of, divisor=50.0, word=word))
+            with pytest.raises(LengthwiseError, match="the sum over a microbatch's tokens"):
+                session.backward(rows, loss=lambda output, _: output.logits.mean())
             return first, later
 
     calls: list[int] = []
@@ -480,63 +418,29 @@ def test_batches_of_an_iterator_that_a_loop_left_come_later_and_a_list_begins_an
         assert found == [[1, 2], [11], [3], [4, 5], [6], [11, 12, 13], [8, 9], []]
 
 
-def test_an_iterator_that_raises_does_so_on_all_ranks(tmp_path):
+def test_what_goes_wrong_with_batches_is_named_on_all_ranks(tmp_path):
+    """An iterator that raises on one rank, a row that no plan takes, rows that differ; then the session goes on."""
+
     def work(rank):
-        model, said = small_model(), ""
+        model, said = small_model(), list[str]()
         with Session(model, SGD(model.parameters()), capacity_tokens=64, timeout_seconds=20) as session:
-            rows = (1 / 0 if rank == 0 else [[1, 2]] for _ in range(2))
-            try:
-                list(session.batches(rows))
-            except (ZeroDivisionError, LengthwiseError) as error:
-                said = str(error)
-            return said, session.backward([[1, 2, 3]]).num_tokens
+            broken = (1 / 0 if rank == 0 else [[1, 2]] for _ in range(2))
+            for call in (
+                lambda: list(session.batches(broken)),
+                lambda: session.backward([[1] * 500]),
+                lambda: session.backward([[1, 2, rank]]),
+            ):
+                with pytest.raises((ZeroDivisionError, LengthwiseError)) as caught:
+                    call()
+                said.append(str(caught.value))
+            return *said, session.backward([[1, 2, 3]]).num_tokens
 
-    assert in_ranks(work, 2, tmp_path) == [
-        ("division by zero", 3),
-        (
-            "error[plan] rank 0, step 1: expected a batch of the loop's iterator; got ZeroDivisionError: division by "
-            "zero. Look at the error of rank 0.",
-            3,
-        ),
-    ]
-
-
-def test_padding_that_a_mask_names_is_left_out():
-    model, ids = small_model(), [5, 6, 7, 8]
-    padded = {"input_ids": [0, 0, *ids, 0], "attention_mask": [0, 0, 1, 1, 1, 1, 0], "labels": [-100, -100, *ids, -100]}
-    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
-        assert session.evaluate([padded]).loss == session.evaluate([ids]).loss
-
-
-def test_every_rank_hears_why_there_is_no_plan_and_who_has_other_rows(tmp_path):
-    def work(rank):
-        said = []
-        model = small_model()
-        with Session(model, SGD(model.parameters()), capacity_tokens=64, timeout_seconds=60) as session:
-            for rows in ([[1] * 500], [[1, 2, rank]]):
-                try:
-                    session.backward(rows)
-                except (PlanError, RankError) as error:
-                    said.append(str(error))
-        return said
-
-    for long, other in in_ranks(work, 2, tmp_path):
+    for rank, (raised, long, other, tokens) in enumerate(in_ranks(work, 2, tmp_path)):
+        assert raised.endswith("got ZeroDivisionError: division by zero. Look at the error of rank 0." * rank)
         assert "expected at most 128 tokens" in long
         assert "another digest on rank 1" in other
         assert "no DistributedSampler" in other
-
-
-def test_a_session_that_nobody_closed_leaves_no_process(tmp_path):
-    def work(_rank):
-        model = small_model()
-        session = Session(model, SGD(model.parameters()), capacity_tokens=128)
-        session.backward([[1, 2, 3]])
-        planner = session.planning.process
-        del session
-        gc.collect()
-        return planner is None or planner._status(0) is not None
-
-    assert in_ranks(work, 2, tmp_path) == [True] * 2
+        assert tokens == 3
 
 
 def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
@@ -544,7 +448,7 @@ def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
     draw = torch.Generator().manual_seed(5)
     prompts = [torch.randint(0, 64, (tokens,), generator=draw) for tokens in (60, 40)]
     rows = []
-    for prompt, tokens in zip(prompts * 3, (10, 2, 30, 1, 5, 20), strict=True):
+    for prompt, tokens in zip(prompts * 2, (10, 2, 30, 1), strict=True):
         answer = torch.randint(0, 64, (tokens,), generator=draw)
         labels = torch.cat([torch.full_like(prompt, -100), answer])
         rows.append({"input_ids": torch.cat([prompt, answer]), "labels": labels})
@@ -575,10 +479,10 @@ def test_rows_with_one_prompt_compute_it_once(tmp_path, capfd):
     for found, steps, (sums, apart) in in_ranks(in_double(work), 2, tmp_path):
         assert max(found) < 1e-11
         assert [shares for shares, _, _ in steps] == [False, True, False]
-        assert {tokens for _, tokens, _ in steps} == {368}
+        assert {tokens for _, tokens, _ in steps} == {243}
         assert all(loss == pytest.approx(steps[0][2], rel=1e-13) for _, _, loss in steps)
         assert sums == pytest.approx(apart, rel=1e-12)
-    assert "prompts that rows share are computed once: 53% fewer tokens" in capfd.readouterr().out
+    assert re.search(r"prompts that rows share are computed once: \d+% fewer tokens", capfd.readouterr().out)
 
 
 def test_models_whose_tokens_depend_on_the_whole_row_share_no_prefix():

@@ -5,13 +5,13 @@ from functools import partial
 import pytest
 import torch
 from loops import in_double, in_ranks
-from testing.small import loss_tokens, plain_losses, rows_of, small_model
+from testing.small import rows_of, small_model
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError
 
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-FIRST = rows_of([20, 30], 1)
+FIRST = rows_of([9, 12], 1)
 
 
 def members(loop):
@@ -37,24 +37,8 @@ class Planned:
         assert all(now is before for now, before in zip(members(self), self.members, strict=True))
 
 
-def norm_of_slices(loop):
-    return sum(parameter.norm() for parameter in members(loop))
-
-
 def own_backward(loop):
     loop.model(input_ids=torch.tensor([[5, 6, 7]])).logits.sum().backward()
-
-
-def own_backward_before(loop):
-    loop.optimizer.zero_grad()
-    own_backward(loop)
-    loop.backward(FIRST)
-
-
-def own_backward_alone(loop):
-    loop.optimizer.zero_grad()
-    own_backward(loop)
-    loop.step()
 
 
 def set_by_name(loop):
@@ -62,8 +46,8 @@ def set_by_name(loop):
     loop.step()
 
 
-def norm_in_a_hook(loop, register):
-    handle = register(lambda *_: norm_of_slices(loop))
+def norm_in_a_hook(loop):
+    handle = loop.optimizer.register_step_pre_hook(lambda *_: members(loop)[0].norm())
     try:
         loop.step()
     finally:
@@ -78,14 +62,6 @@ def other_members(loop):
         loop.step()
     finally:
         group["params"] = kept
-
-
-def another_group(loop):
-    loop.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-    try:
-        loop.step()
-    finally:
-        loop.optimizer.param_groups.pop()
 
 
 def freeze_a_slice(loop):
@@ -106,16 +82,6 @@ def other_data(loop):
         weight.data = before
 
 
-def write_data_both_ways(loop):
-    clamp_weights(loop)
-    loop.model.lm_head.weight.data.mul_(0.5)
-    try:
-        loop.step()
-    finally:
-        loop.model.lm_head.weight.data.mul_(2.0)
-        loop.session.evaluate(FIRST)
-
-
 def write_both_ways(loop):
     clamp_weights(loop)
     loop.model.lm_head.weight.detach().mul_(0.5)
@@ -131,20 +97,13 @@ def run_the_model_while_slices_are_newer(loop):
 REFUSED = [
     (lambda loop: torch.nn.utils.clip_grad_norm_(members(loop), 1.0), r"Call session\.clip_grad_norm_"),
     (lambda loop: [parameter.grad.clone().sum() for parameter in members(loop)], "sum of a slice"),
-    (lambda loop: [parameter.grad.softmax(0) for parameter in members(loop)], "softmax of a slice"),
-    (lambda loop: [torch.rand_like(parameter) for parameter in members(loop)], "rand_like of a slice"),
-    (norm_of_slices, "norm of a slice"),
-    (lambda loop: norm_in_a_hook(loop, loop.optimizer.register_step_pre_hook), "norm of a slice"),
+    (norm_in_a_hook, "norm of a slice"),
     (lambda loop: loop.optimizer.step(lambda: loop.backward(FIRST)), "expected no closure"),
     (lambda loop: [parameter.grad.data for parameter in members(loop)], "data of a slice"),
     (other_members, "other parameters in them"),
-    (another_group, "other groups"),
     (freeze_a_slice, "a frozen parameter"),
     (other_data, r"lm_head.weight: expected its \.data in place"),
-    (write_data_both_ways, "both at once"),
     (own_backward, "backward outside of the session"),
-    (own_backward_before, "a gradient of .* from a plain backward"),
-    (own_backward_alone, "a gradient of .* from a plain backward"),
     (set_by_name, "a gradient of .* set by hand"),
     (run_the_model_while_slices_are_newer, "changes to slices in optimizer.param_groups"),
     (write_both_ways, "both at once"),
@@ -153,7 +112,7 @@ REFUSED = [
 
 def test_what_slices_cannot_have_is_refused_in_words(tmp_path):
     def work(_rank):
-        loop = Planned(small_model(torch.bfloat16), {"shard": "zero1"})
+        loop = Planned(small_model(torch.bfloat16, num_hidden_layers=1), {"shard": "zero1"})
         for refused, words in REFUSED:
             loop.backward(FIRST)
             with pytest.raises(LengthwiseError, match=words):
@@ -184,6 +143,7 @@ def test_parameters_that_a_loop_kept_and_hooks_are_refused_where_the_model_has_o
     in_ranks(in_double(work), 2, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_slices_and_the_model_have_what_a_loop_wrote_into_either(tmp_path):
     """By name; by `.data` and then into slices; into slices alone before the session closes."""
 
@@ -211,26 +171,3 @@ def test_slices_and_the_model_have_what_a_loop_wrote_into_either(tmp_path):
         return found
 
     assert in_ranks(work, 2, tmp_path) == [[0.5, 0.25, 0.02]] * 2
-
-
-def test_both_copies_of_a_frozen_tied_weight_are_changed_by_either_name(tmp_path):
-    def found(name):
-        model = small_model(tie_word_embeddings=True)
-        model.lm_head.weight.requires_grad_(False)
-        plain = small_model(tie_word_embeddings=True)
-        optimizer = ADAMW([each for each in model.parameters() if each.requires_grad])
-        with torch.no_grad():
-            plain.lm_head.weight.mul_(0.5)
-            expected = sum(plain_losses(plain, FIRST)).item() / loss_tokens(FIRST)
-        with Session(model, optimizer, capacity_tokens=64, stages=2) as session:
-            holder = model.model.embed_tokens if name == "embed_tokens" else model.lm_head
-            with torch.no_grad():
-                for each in holder.parameters():
-                    each.mul_(0.5)
-            return session.evaluate(FIRST).loss - expected
-
-    def work(_rank):
-        return [found(name) for name in ("embed_tokens", "lm_head")]
-
-    for differs in in_ranks(in_double(work), 2, tmp_path):
-        assert differs == pytest.approx([0.0, 0.0], abs=1e-12)

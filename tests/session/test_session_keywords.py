@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
-from testing.small import small_model
+from testing.small import small_model, write_model
 from torch.optim import SGD
 
-from lengthwise import Session, build_config
+from lengthwise import Session, StoredModel, build_config
 from lengthwise.config.together import RUN_FILE, SESSION, TABLE, plain
 from lengthwise.core.errors import LengthwiseError, Problems
 from lengthwise.session.keywords import SessionKeywords, SessionOptions, read_keywords
@@ -112,11 +112,6 @@ def test_wrong_keywords_are_refused_together_in_a_run_files_words():
     assert "optimizer" in found, "beside what is wrong with model and optimizer"
 
 
-def test_words_of_run_files_for_measurements_are_no_files_of_a_session():
-    for word in ("auto", "off", ""):
-        assert "a file of `lengthwise profile`, costs, or None" in " ".join(refused(session, {"measurements": word}))
-
-
 def test_a_misspelled_key_does_not_stand_for_one_that_is_there():
     for call in (run_file, session):
         lines = refused(call, {"shard": "zero3", "planner": "static", "planer": "static"})
@@ -131,3 +126,14 @@ def test_keywords_are_read_as_those_of_a_run_file_and_numbers_of_numpy_as_whole(
     assert found.offload.path == Path("x").absolute()
     assert found.device == torch.device("cuda", 1)
     assert read_keywords({"capacity_tokens": "8K"}).capacity_tokens == 8192
+
+
+def test_a_stored_model_and_a_section_are_checked_in_words(tmp_path):
+    stored = StoredModel.of(str(write_model(tmp_path / "model")))
+    with pytest.raises(LengthwiseError) as caught:
+        Session(stored, {"name": "adamww", "rate": 1}, capacity=64)
+    for words in ("optimizer.name", "adamw", "optimizer.rate", "capacity_tokens"):
+        assert words in str(caught.value)
+    model = small_model(torch.float32)
+    with pytest.raises(LengthwiseError, match="values of a run file's optimizer"):
+        Session(stored, SGD(model.parameters()), capacity_tokens=64)

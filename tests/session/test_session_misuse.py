@@ -8,14 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import in_ranks
-from testing.saved import whole_state
-from testing.small import VOCAB, rows_of, small_model
-from testing.towers import tiny_tower_config
-from transformers import AutoModelForImageTextToText
+from testing.small import rows_of, small_model
 
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, ModelRefused
-from tiers import more
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 ROWS = rows_of([20, 30], 1)
@@ -52,38 +48,23 @@ def test_gradients_are_none_once_they_are_cleared_as_in_a_plain_loop():
     assert weight.grad is None
 
 
-@pytest.mark.parametrize("shard", ["zero1", "zero3"])
-def test_conversions_and_pickles_are_refused_before_anything_changes(shard, tmp_path):
-    def work(_rank):
-        model = small_model(torch.float32)
-        optimizer = SGD(model.parameters())
-        with Session(model, optimizer, capacity_tokens=128, shard=shard) as session:
-            session.backward(ROWS)
-            found = [said(lambda: model.half()), said(lambda: model.lm_head.to(torch.float64))]
-            found += [said(lambda: torch.save(model, io.BytesIO())), said(lambda: copy.deepcopy(model).half())]
-            if shard == "zero1":
-                assert model.to("cpu").to(torch.float32) is model, "nothing to change"
-            assert {each.dtype for each in model.parameters()} == {torch.float32}
-            optimizer.step()
-            optimizer.zero_grad()
-            session.backward(ROWS)
-        found += [said(lambda: torch.save(model, io.BytesIO()))]
-        if shard == "zero1":
-            assert model.half().lm_head.weight.dtype == torch.float16
-        return found
-
-    for half, head, saved, copied, after in in_ranks(work, 2, tmp_path):
-        if shard == "zero1":
-            assert "conversion to torch.float16 on cpu. Convert and move a model before its session" in half
-            assert "Linear: expected torch.float32 on cpu" in head
-        else:
-            assert "half of a parameter: expected a parameter with values, as sharded models have" in half
-            assert "to of a parameter" in head
-        assert "session.save_pretrained" in saved
-        assert copied == (saved if shard == "zero3" else "")
-        assert after == (saved if shard == "zero3" else "")
+def test_conversions_and_pickles_are_refused_before_anything_changes():
+    model = small_model(torch.float32)
+    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
+        session.backward(ROWS)
+        half, head = said(lambda: model.half()), said(lambda: model.lm_head.to(torch.float64))
+        assert "conversion to torch.float16 on cpu. Convert and move a model before its session" in half
+        assert "Linear: expected torch.float32 on cpu" in head
+        assert "session.save_pretrained" in said(lambda: torch.save(model, io.BytesIO()))
+        assert model.to("cpu").to(torch.float32) is model, "nothing to change"
+        assert {each.dtype for each in model.parameters()} == {torch.float32}
+        session.optimizer.step()
+        session.backward(ROWS)
+    assert said(lambda: torch.save(model, io.BytesIO())) == ""
+    assert model.half().lm_head.weight.dtype == torch.float16
 
 
+@pytest.mark.exhaustive
 def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
     """Its groups of ranks are not those of the first, whose addresses the loop's store still has.
 
@@ -93,15 +74,15 @@ def test_a_second_session_over_nodes_meets_in_the_same_world(tmp_path):
     def work(_rank):
         found = []
         torch.distributed.new_group([0])
-        for _ in range(3):
+        for _ in range(2):
             model = small_model(torch.float32)
             options = {"shard": "hybrid", "ranks_per_node": 2, "timeout_seconds": 20.0}
             with Session(model, SGD(model.parameters()), capacity_tokens=128, **options) as session:
                 found.append(session.backward(ROWS).grad_norm)
         return found
 
-    for first, *others in in_ranks(work, 4, tmp_path):
-        assert others == [first] * 2
+    for first, second in in_ranks(work, 4, tmp_path):
+        assert first == second
 
 
 @pytest.mark.parametrize("closes", [True, False])
@@ -136,35 +117,6 @@ def test_a_copy_that_was_made_in_a_session_trains_in_another():
     assert torch.load(saved_as(copied), weights_only=False).half().lm_head.weight.dtype == torch.float16
 
 
-def test_what_a_copy_of_the_model_loads_changes_nothing_in_the_session(tmp_path):
-    """In bf16, where taking the model's values would round the exact ones."""
-
-    def work(_rank):
-        model = small_model(torch.bfloat16)
-        with Session(model, SGD(model.parameters()), capacity_tokens=128, shard="zero1") as session:
-            session.backward(ROWS)
-            session.optimizer.step()
-            before = whole_state(session).get("master_weights", {})
-            copied = copy.deepcopy(copy.deepcopy(model))
-            copied.load_state_dict(model.state_dict())
-            return before, whole_state(session).get("master_weights", {})
-
-    before, after = in_ranks(work, 2, tmp_path)[0]
-    assert before.keys() == after.keys() > set()
-    assert all(torch.equal(after[name], each) for name, each in before.items())
-
-
-def test_a_loss_that_raises_leaves_no_room_of_the_store_taken(tmp_path):
-    model = small_model(torch.float32, num_hidden_layers=4)
-    offload = {"store": "disk", "path": tmp_path, "ratio": 1.0}
-    with Session(model, SGD(model.parameters()), capacity_tokens=64, offload=offload) as session:
-        for _ in range(2):
-            with pytest.raises(ZeroDivisionError):
-                session.backward(ROWS, loss=lambda *_: 1 / 0)
-        assert session.backward(ROWS).loss > 0
-        assert session.engine._offloading.store._room.end == 0
-
-
 def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_ranks(tmp_path):
     def work(_rank):
         for layout in ({"shard": "zero1"}, {"stages": 2}):
@@ -176,26 +128,18 @@ def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_r
     in_ranks(work, 2, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("block", "wanted"),
-    [
-        (torch.no_grad, "backward: expected enabled gradients; got torch.no_grad"),
-        (torch.inference_mode, "backward: expected enabled gradients; got torch.inference_mode"),
-        (partial(torch.autocast, "cpu", torch.float16), "backward: expected no torch.autocast, or one to bfloat16"),
-    ],
-)
-def test_a_block_in_which_nothing_trains_is_named(block, wanted):
+def test_a_block_and_a_mode_in_which_nothing_trains_are_named():
     model = small_model(torch.float32)
-    with Session(model, SGD(model.parameters()), capacity_tokens=128) as session:
-        with block():
-            assert wanted in said(lambda: session.backward(ROWS))
-            session.evaluate(ROWS)
-        assert said(lambda: session.backward(ROWS)) == ""
-
-
-def test_a_model_in_evaluation_mode_is_named_where_layers_are_to_be_recomputed():
-    model = small_model(torch.float32).eval()
     with Session(model, SGD(model.parameters()), capacity_tokens=128, recompute="layer") as session:
+        for block, wanted in (
+            (torch.no_grad, "backward: expected enabled gradients; got torch.no_grad"),
+            (torch.inference_mode, "backward: expected enabled gradients; got torch.inference_mode"),
+            (partial(torch.autocast, "cpu", torch.float16), "backward: expected no torch.autocast, or one to bfloat16"),
+        ):
+            with block():
+                assert wanted in said(lambda: session.backward(ROWS))
+                session.evaluate(ROWS)
+        model.eval()
         assert "expected a model in training mode, for recomputation" in said(lambda: session.backward(ROWS))
         model.train()
         assert said(lambda: session.backward(ROWS)) == ""
@@ -259,19 +203,14 @@ def test_odd_rows_arguments_and_losses_are_named_and_the_next_step_is_right():
         assert "limit: expected a number of 0 or more" in said(lambda: session.clip_grad_norm_(-1.0))
         assert "numbers: expected a dense tensor" in said(lambda: session.sum_over_ranks([1.0]))
         assert "batches: expected an iterable" in said(lambda: list(session.batches(5)))
+        padded = {name: F.pad(each, (2, 1), value=0) for name, each in ROWS[0].items()}
+        padded["attention_mask"] = F.pad(torch.ones_like(ROWS[0]["input_ids"]), (2, 1))
+        assert session.evaluate([padded]).loss == session.evaluate(ROWS[:1]).loss, "without padding"
         # As a tokenizer returns one text, in NumPy's short integers.
         narrow = [{name: values.numpy().astype("uint16")[None] for name, values in row.items()} for row in ROWS[-1:]]
         assert session.evaluate(narrow).loss == session.evaluate(ROWS[-1:]).loss
         session.optimizer.zero_grad()
         assert session.backward(ROWS).loss == expected
-
-
-def test_rows_with_images_are_refused_by_row_and_token():
-    config = tiny_tower_config("gemma3", "gemma3_text", {"vocab_size": VOCAB}, image_token_index=7)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").train()
-    wanted = "sequence 1, input_ids: expected tokens of text; got the token 7, "
-    with Session(model, SGD(model.parameters()), capacity_tokens=64) as session:
-        assert wanted in said(lambda: session.backward([[1, 2, 3], [4, 7, 5]]))
 
 
 def scaled(output, tokens, reduction="sum"):
@@ -312,29 +251,6 @@ def test_what_a_loss_trains_beside_the_model_is_refused_on_several_ranks(ranks, 
         else:
             told = sorted(line.split("; got ")[1].split(". ")[0] for line, _ in lines)
             assert told == ["a parameter () beside the model", "others, on another rank"]
-
-
-@pytest.mark.parametrize("layout", [{"shard": "zero1"}, more({"shard": "zero3"}), more({"stages": 2})])
-def test_the_head_may_have_a_parameter_for_a_loss(layout, tmp_path):
-    """As the refusal says."""
-
-    def work(_rank, **options):
-        model = small_model()
-        model.lm_head.scale = torch.nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
-
-        def loss(output, tokens):
-            logits = output.logits[0] * model.lm_head.scale
-            return F.cross_entropy(logits, tokens.shift_labels, ignore_index=-100, reduction="sum")
-
-        with Session(model, SGD(model.parameters()), **options) as session:
-            session.backward(ROWS, loss=loss)
-            session.optimizer.step()
-            return whole_state(session).get("master_weights", {}).get("lm_head.scale")
-
-    (expected,) = in_ranks(partial(work, capacity_tokens=128), 1, tmp_path)
-    found, _ = in_ranks(partial(work, capacity_tokens=32, **layout), 2, tmp_path)
-    assert found.item() == pytest.approx(expected.item(), abs=1e-12)
-    assert abs(expected.item() - 1.3) > 1e-6
 
 
 def test_a_teacher_in_a_loss_is_refused_and_its_values_in_a_column_are_exact():

@@ -1,11 +1,8 @@
 """Random programs of a loop's operations give what the plain loop gives or are refused in words."""
 
-from dataclasses import replace
-
 import pytest
-import torch
-from testing.loop_programs.judge import Ran, judge, verdicts
-from testing.loop_programs.program import ALONE, Operation, Program, draw_program, is_sound
+from testing.loop_programs.judge import verdicts
+from testing.loop_programs.program import ALONE, Operation, Program, draw_program
 
 from tiers import more
 
@@ -63,7 +60,7 @@ def program(operations, ranks=2, layout="zero1", model="tied", optimizer="adamw"
     return Program(ranks=ranks, layout=layout, model=model, optimizer=optimizer, operations=tuple(operations))
 
 
-BY_DEFAULT = "clips what it scaled", "sets gradients before backwards", "clamps weights between steps"
+BY_DEFAULT = "clips what it scaled", "clears some", "clamps weights between steps"
 
 
 @pytest.mark.parametrize(
@@ -75,7 +72,7 @@ def test_what_a_loop_does_beside_backward_is_as_in_the_plain_loop(layout, ranks,
     assert {name: each for name, each in zip(names, found, strict=True) if each.kind != "same"} == {}
 
 
-@pytest.mark.parametrize("kinds", [("lr", "loss"), more((*ALONE, "mode", "normalizer", "loss", "own gradient"))])
+@pytest.mark.parametrize("kinds", [("lr",), more((*ALONE, "mode", "normalizer", "loss", "own gradient"))])
 def test_what_one_rank_does_alone_is_named_before_the_next_step(kinds):
     after = [FIRST, CLIP, STEP, FIRST, STEP]
     found = verdicts([program([FIRST, op("alone", rank=1, what=what), *after]) for what in kinds])
@@ -90,40 +87,3 @@ def test_random_programs_are_the_plain_loop_or_refused(ranks):
     for program, verdict in zip(programs, found, strict=True):
         assert verdict.kind != "failed", f"{verdict.why}\n{program}\n{program.to_json()}"
     assert sum(each.kind == "same" for each in found) > len(found) / 2, "few refusals, or programs show nothing"
-
-
-def judged(operations, *ranks, layout="zero1", plain=()):
-    weights = {"a": torch.ones(2, dtype=torch.float64)}
-    expected = Ran(numbers=[list(each) for each in plain], weights=weights)
-    return judge(
-        program(operations, len(ranks), layout),
-        expected,
-        [replace(each, weights=each.weights or weights) for each in ranks],
-    )
-
-
-def test_a_judge_fails_what_differs_and_refusals_of_what_is_promised():
-    refused, went_on = Ran(refused="rank 1 has another lr"), Ran(numbers=[[]])
-    alone, write = op("alone", rank=1, what="lr"), CLAMP
-    assert judged([BACKWARD], Ran(numbers=[[1.0, 2.0]]), plain=[(1.0, 2.0)]).kind == "same"
-    assert judged([BACKWARD], Ran(numbers=[[1.0, 2.1]]), plain=[(1.0, 2.0)]).harm == "numbers"
-    assert (
-        judged(
-            [STEP], Ran(numbers=[[]], weights={"a": torch.full((2,), 1 + 1e-8, dtype=torch.float64)}), plain=[()]
-        ).harm
-        == "weights"
-    )
-    assert judged([STEP], refused, refused).harm == "refused"
-    assert judged([write, STEP], *[replace(refused, numbers=[[]])] * 2, plain=[(), ()]).kind == "refused"
-    assert judged([write, STEP, SCALE], *[replace(refused, numbers=[[], []])] * 2, plain=[(), ()]).harm == "refused"
-    assert judged([write], refused, went_on).harm == "ranks differ"
-    assert judged([write], Ran(other="ValueError"), refused).harm == "another error"
-    assert judged([alone], went_on, went_on).harm == "not refused"
-    assert judged([alone], refused, refused).kind == "refused"
-    assert judged([alone], *[Ran(refused="ranks differ")] * 2).harm == "refused"
-
-
-def test_programs_are_sound_and_come_back_from_json():
-    drawn = [draw_program(seed, most_ranks=4) for seed in range(300)]
-    assert all(is_sound(each) and Program.from_json(each.to_json()) == each for each in drawn)
-    assert {each.name for program in drawn for each in program.operations} >= {"alone", "freeze", "reload", "hook"}

@@ -10,7 +10,7 @@ from testing import make_batch, make_plan
 from testing.strict import StrictWorld
 
 from lengthwise.comm import SoloTransport
-from lengthwise.core.errors import LengthwiseError, PlanError
+from lengthwise.core.errors import LengthwiseError
 from lengthwise.core.plan import Piece
 from lengthwise.engine.batch import StepBatch
 from lengthwise.session.source import STEPS_AHEAD, PlanAhead
@@ -77,35 +77,6 @@ def test_steps_are_planned_and_read_before_they_come(monkeypatch):
         assert ahead.next("a step").batch.ids == (step,)
         assert read == list(range(min(5, step + STEPS_AHEAD)))
     ahead.close()
-
-
-def test_a_step_that_cannot_be_planned_is_told_when_it_comes():
-    def planner(lengths):
-        if lengths == (3,):
-            raise PlanError("step", expected="a plan", got="none", remedy="Wait.")
-        return plan_of(lengths, 1)
-
-    ahead = ahead_of([[0], [1], [2], [3]], planner, SoloTransport())
-    time.sleep(0.05)
-    assert [ahead.next("a step").batch.ids for _ in range(2)] == [(0,), (1,)]
-    with pytest.raises(PlanError):
-        ahead.next("step 3")
-    ahead.close()
-
-
-def test_ranks_whose_batches_differ_are_named():
-    def work(transport):
-        batches = [[0, 1], [2, 3]] if transport.rank != 1 else [[0, 1], [3, 2]]
-        ahead = ahead_of(batches, lambda lengths: plan_of(lengths, 3), transport)
-        try:
-            for number in range(1, 3):
-                ahead.next(f"step {number}")
-        finally:
-            ahead.close()
-
-    with pytest.raises(LengthwiseError, match=r"rank.*1") as caught:
-        StrictWorld(3).run(work)
-    assert "plans and sequences from step" in str(caught.value)
 
 
 def test_a_plan_that_takes_too_long_ends_the_run_but_not_the_start_of_the_planner():

@@ -63,9 +63,9 @@ check_settings = session_open.check_settings
     [
         ("next token", {"recompute": "layer"}),
         more("next token", {"precision": "bf16", "adapters": True}),
-        ("own loss", {}),
+        more("own loss", {}),
         more("a Trainer's loss", {}),
-        ("by sequence", {"offload_optimizer": True}),
+        more("by sequence", {"offload_optimizer": True}),
     ],
 )
 def test_a_step_of_a_session_waits_for_its_device_where_it_must(monkeypatch, loss, options):
