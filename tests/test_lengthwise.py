@@ -103,15 +103,6 @@ def test_types_are_those_of_the_homes_that_names_are_loaded_from() -> None:
     assert seen | {"options": ("planner", "PlanOptions")} == vars(lengthwise)["_HOMES"]
 
 
-def test_dir_shows_what_is_there_for_users_and_no_more() -> None:
-    assert [name for name in dir(lengthwise) if not name.startswith("__")] == sorted(lengthwise.__all__)
-
-
-def test_an_unknown_model_is_told_by_the_name_of_the_argument() -> None:
-    with pytest.raises(lengthwise.LengthwiseError, match=r"error\[config\] model: .* got 'qwen9-8b'"):
-        lengthwise.costs("qwen9-8b")
-
-
 def test_an_unknown_name_is_told_with_the_known_ones() -> None:
     with pytest.raises(AttributeError, match=r"has no attribute 'plans'; it has .* load_config"):
         _ = lengthwise.plans
