@@ -235,6 +235,7 @@ def test_a_session_takes_a_stream_of_rows():
     assert len(losses_of[0]) == 3
 
 
+@pytest.mark.exhaustive
 def test_the_first_rows_of_a_stream_are_verified_and_shown_and_none_prepared(tmp_path, capsys):
     path = run_of(tmp_path, streaming=True, global_batch={"sequences": 2})
     assert lengthwise.verify(path, ranks=2).passed
