@@ -151,6 +151,19 @@ def test_a_damaged_file_is_named_before_anything_changes(broken, capsys):
     assert contents(broken.parent / "out") == before
 
 
+def test_a_file_that_lost_lines_is_named_before_anything_changes_and_can_be_accepted(broken, capsys):
+    metrics = broken.parent / "out/metrics.jsonl"
+    metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:2]))
+    before = contents(broken.parent / "out")
+    capsys.readouterr()
+    assert call("train", broken, "--resume") == 2
+    assert f"{metrics}: expected the lines up to step 4" in capsys.readouterr().err
+    assert contents(broken.parent / "out") == before
+    assert call("train", broken, "--resume", "--accept-changes") == 0
+    assert "metrics.jsonl: 2 lines of 4" in capsys.readouterr().out
+    assert [row["step"] for row in read_lines(metrics)] == [1, 2, 5, 6, 7]
+
+
 def other_tokens(folder):
     rows = make_rows(LENGTHS)
     rows[2]["input_ids"][0] ^= 1

@@ -12,9 +12,13 @@ from lengthwise.models import find_model
 from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.run.launch import threads_of_each
 from run.small_runs import call, write_run
-from run.test_run_sharded import LENGTHS, words
+from run.test_run_sharded import LENGTHS
 
 KEYS = {"capacity_tokens": 96, "steps": 3, "global_batch": {"sequences": 6}, "device": "cpu"}
+
+
+def words(said):
+    return " ".join(said.split())
 
 
 def run_file(folder, *, layers=3, tied=False, **keys):
