@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from testing.small import make_rows
 
 from cli.simulate_calls import simulate
-from data.stores import FILES, load, save_words, write_sources
+from data.stores import FILES, load, write_sources
 from lengthwise.cli import data as data_verb
 from lengthwise.data.survey import stretches, survey
 from properties import costly
@@ -79,17 +79,6 @@ def test_data_of_prepared_data_is_that_of_its_source(tmp_path, capsys):
     assert call("prepare", path, "--out", tmp_path / "store", "--tokenizer", "bytes") == 0
     capsys.readouterr()
     assert said(capsys, path) == said(capsys, tmp_path / "store")
-
-
-def test_data_notes_what_a_template_leaves_out_of_chats_once(tmp_path, capsys):
-    template = "{% for m in messages %}{{ m.content }} <end> {% endfor %}"
-    words = save_words(tmp_path / "words", ["<unk>", "a", "b", "<end>"], template=template)
-    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "thinking": "c"}]
-    rows = write_rows(tmp_path / "rows.jsonl", [{"messages": chat}] * 2)
-    text = said(capsys, rows, "--tokenizer", words)
-    assert text.count("note    ") == 1
-    assert "rows.jsonl:1: the chat template of" in text
-    assert "leaves out the reasoning of assistant messages (message 2)" in text
 
 
 def test_data_of_a_run_file_and_of_ids_shows_ids(tmp_path, capsys):

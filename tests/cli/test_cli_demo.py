@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,10 +9,8 @@ import pytest
 from testing.small import write_model
 
 from lengthwise.cli import demo
-from lengthwise.config import load_config
 from lengthwise.core.errors import OutputError
 from lengthwise.core.plan import Microbatch, Piece, Plan
-from lengthwise.data import Batches, ByteTokenizer, load_dataset
 from lengthwise.run.callbacks import StepMetrics, TrainResult
 from lengthwise.run.verify import VerifyReport
 from run.small_runs import call
@@ -45,22 +42,6 @@ def test_demo_folder_is_a_fresh_one_each_time(tmp_path, monkeypatch):
             demo.fresh_folder(tmp_path / name)
     assert demo.fresh_folder(tmp_path / "deep/er") == tmp_path / "deep/er"
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_demo_steps_hold_12k_to_16k_tokens(tmp_path):
-    config = load_config(demo.write_run_file(tmp_path))
-    dataset = load_dataset(config.data, tokenizer=ByteTokenizer, vocab_size=256)
-    steps = [int(dataset.lengths[batch.ids].sum()) for batch in Batches(dataset, config)]
-    assert len(steps) >= 20
-    assert min(steps) >= 12_000
-    assert max(steps) <= 16_384
-    assert config.capacity_tokens == 2048
-    assert dataset.lengths.max() <= 8192
-    assert dataset.skipped["too long"] > 0
-    assert config.output == tmp_path / "run"
-    ranks = [int(found) for found in re.findall(r"(?:verify|plan) .*--ranks (\d+)", demo._NEXT)]
-    assert len(ranks) == 2
-    assert min(ranks) * config.capacity_tokens >= dataset.lengths.max()  # or what it says comes next is refused
 
 
 def fake_parts(monkeypatch, *, opened=True, stopped_by=None):

@@ -10,13 +10,11 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from testing.small import make_rows
 
 from lengthwise.cli.output import refuse_unwritable_file, write_atomically
-from lengthwise.cli.train import StepLines
 from lengthwise.core.errors import OutputError
 from run.small_runs import Command, read_lines, write_run
 
@@ -58,20 +56,7 @@ def test_a_write_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch) -> No
     assert not list(tmp_path.iterdir())
 
 
-def finished(step, num_steps, **changes):
-    numbers = {"loss": 1.23456, "lr": 3e-4, "grad_norm": 8.2613, "tokens_per_second": 12_345, "step_seconds": 0.125}
-    return SimpleNamespace(metrics=SimpleNamespace(step=step, **{**numbers, **changes}), num_steps=num_steps)
-
-
-@pytest.mark.parametrize("width", [None, 80])
-def test_a_step_is_one_line_of_80_columns(width):
-    line = StepLines().of(finished(7, 100), width)
-    assert line == "step   7/100 loss 1.2346 lr 3.00e-04 grad 8.26 12.3K tok/s 125 ms eta 0:12"
-    assert len(line) <= 80
-    line = StepLines().of(finished(999, 9_999, grad_norm=12.34, step_seconds=36.0), width)
-    assert len(line) <= 80
-
-
+@pytest.mark.exhaustive
 def test_train_shows_every_step_whole_on_a_terminal(tmp_path):
     screen, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))

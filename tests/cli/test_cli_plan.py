@@ -3,11 +3,9 @@
 import json
 import os
 
-import pytest
 from testing.small import write_model
 
 from cli.plan_calls import plan_without_torch, read_plan
-from lengthwise.core import host_memory
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
 from run.small_runs import call, train, write_run
@@ -24,23 +22,6 @@ def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path):
     run = Plan.from_json(read_plan_text(output / "plans/step-000001.json.gz"))
     assert (made.tokens, made.microbatches, made.capacity) == (run.tokens, run.microbatches, run.capacity)
     assert (made.ranks, made.layers) == (3, 2)
-
-
-@pytest.mark.exhaustive
-def test_plan_takes_the_layout_that_training_takes(tmp_path, monkeypatch, capsys):
-    """With its costs: of a model with a tied head, in the memory that there is."""
-    write_model(tmp_path / "model", vocab_size=256, tie_word_embeddings=True, num_hidden_layers=12)
-    keys = {"model": tmp_path / "model", "tokenizer": "bytes", "global_batch": {"sequences": 6}, "steps": 1}
-    path = write_run(tmp_path, [{"text": "x" * n} for n in (30, 1, 12, 5, 61, 2, 90, 17)], **keys)
-    monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: 38e6)
-    assert call("plan", "--config", path, "--ranks", 4, "--out", tmp_path / "plan.json") == 0
-    assert "shard zero3: zero1 would take" in " ".join(capsys.readouterr().out.split())
-    made = read_plan(tmp_path / "plan.json")
-    monkeypatch.setattr(host_memory, "_available_bytes", lambda: 38e6)
-    output = train(path, "--ranks", 4)
-    run = Plan.from_json(read_plan_text(output / "plans/step-000001.json.gz"))
-    assert (made.tokens, made.microbatches, made.capacity) == (run.tokens, run.microbatches, run.capacity)
-    assert "waves" in made.requires
 
 
 def test_plan_of_lengths_and_of_a_recipe(tmp_path, capsys):

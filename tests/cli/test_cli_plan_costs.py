@@ -28,19 +28,6 @@ def test_plan_of_a_run_file_with_given_costs(tmp_path, capsys):
         assert read_plan(out).layers == layers
 
 
-def test_plan_of_lengths_counts_two_kinds_of_links(tmp_path, capsys):
-    """A ring of 64K tokens over 8 ranks: quicker where they share a node."""
-    lengths, out = tmp_path / "lengths.json", tmp_path / "plan.json"
-    lengths.write_text("[65536]")
-    took = {}
-    for ranks_per_node in (1, 8):
-        rest = ("--ranks", 8, "--capacity", 8192, "--ranks-per-node", ranks_per_node, "--out", out)
-        assert call("plan", "--lengths", lengths, *rest) == 0
-        assert "all-terms/1 llama-7b h100" in capsys.readouterr().out
-        took[ranks_per_node] = read_plan(out).notes["predicted_seconds"]
-    assert took[8] < took[1]
-
-
 def test_plan_of_a_run_file_takes_the_fastest_layout_that_fits(tmp_path, capsys):
     """What a step gathers and sums hides behind 16K tokens a rank, and not behind a few."""
     rest = ("--ranks", 8, "--model-shape", "qwen3-4b", "--hardware", "h100", "--out", tmp_path / "plan.json")

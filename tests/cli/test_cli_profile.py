@@ -8,7 +8,6 @@ from testing.small import make_rows
 from cli.plan_calls import plan_without_torch, read_plan, refused
 from cost.measured_samples import measurements_of, samples_of
 from cost.test_cost_fit import machine
-from lengthwise.cli.profile import Profile
 from lengthwise.cost import named_hardware
 from lengthwise.cost.measured import read_measurements
 from run.small_runs import call, write_run
@@ -90,14 +89,3 @@ def test_a_run_file_is_planned_with_measurements_of_its_model(tmp_path, capfd, m
     err = refused(capfd, "--config", other, *rest)
     assert "precision: expected bf16" in err
     assert "leave --measurements out" in err
-
-
-def test_what_stands_for_a_gpu_that_is_not_described_is_said(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("lengthwise.comm.count_gpus", lambda: 1)
-    monkeypatch.setattr("lengthwise.profiler.place.first_gpu_name", lambda: "NVIDIA B200")
-    asked = Profile(out=tmp_path / "m.json")
-    assert asked._same_hardware() == "h100"
-    assert "costs that cannot be measured here are those of h100" in capfd.readouterr().out
-    monkeypatch.setattr("lengthwise.profiler.place.first_gpu_name", lambda: "NVIDIA H200")
-    assert asked._same_hardware() == "h200"
-    assert Profile(out=tmp_path / "m.json", device="cpu")._same_hardware() == "cpu"

@@ -10,6 +10,7 @@ from cli.simulate_calls import OWN, SMALL, simulate
 from lengthwise.cli.sources import listed_lengths
 
 
+@pytest.mark.exhaustive
 def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, capsys) -> None:
     out = tmp_path / "out"
     rest = ("--mesh", "same", "--lengths", "github", "--context", "64K", "--out", out)

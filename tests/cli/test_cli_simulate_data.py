@@ -45,16 +45,6 @@ def test_simulate_leaves_empty_rows_out_only_when_told(tmp_path, capsys) -> None
     assert figures["longest_tokens"] == 900
 
 
-def test_simulate_refuses_what_would_take_all_memory(tmp_path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("lengthwise.simulator.best_mesh", lambda *_, **__: pytest.fail("planned"))
-    (tmp_path / "lengths.json").write_text("[1, 2, 900]")
-    rest = ("--model", "llama-7b", "--lengths", tmp_path / "lengths.json", "--out", tmp_path / "out")
-    _, _, error = simulate(capsys, *rest, "--ranks", 8, "--batch-tokens", "4G", "--context", "512")
-    assert "--batch-tokens: expected a batch of at most 4,194,304 sequences" in error
-    assert "--context: expected at least the longest sequence, 900" in error
-    assert "--gpus: expected a whole number from 1 to 262144" in simulate(capsys, *rest, "--gpus", 10**9)[2]
-
-
 def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:
     (tmp_path / "shards").mkdir()
     shards = [write_rows(tmp_path / "shards" / f"{n}.jsonl", ["x" * n, "y"]) for n in (30, 700)]

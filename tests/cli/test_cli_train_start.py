@@ -23,15 +23,6 @@ def test_train_says_beforehand_how_long_it_will_take(tmp_path):
     assert shared.estimated_step_seconds == job.estimated_step_seconds / 4
 
 
-def test_rows_that_a_run_never_draws_are_not_priced(tmp_path):
-    path = write_run(tmp_path, make_rows([30] * 7 + [3000]), capacity_tokens=4000, steps=1)
-    drawn = [job_of(path, [f"seed={seed}"]) for seed in range(8)]
-    short = [job for job in drawn if max(next(job.batches()).lengths) == 30]
-    other, _ = told(path, overrides=["steps=8"])
-    assert 0 < len(short) < 8
-    assert all(job.estimated_step_seconds < other.estimated_step_seconds / 5 for job in short)
-
-
 @pytest.mark.parametrize("rate", [0.0, 1e-3])
 def test_train_says_when_nothing_was_trained(tmp_path, capsys, rate):
     path = write_run(tmp_path, make_rows([5, 6]), steps=1, optimizer={"lr": rate})

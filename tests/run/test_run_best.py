@@ -62,6 +62,7 @@ def test_the_best_model_is_kept_beside_the_last(tmp_path, capsys, keys):
     assert f"after step {step}" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_it_survives_a_resume(tmp_path):
     path = run_file(tmp_path)
     undisturbed = whole(path)

@@ -65,15 +65,6 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
     assert {each.recompute for plan in plans for each in plan.microbatches} & {"layer", "all_but_attention"}
 
 
-def test_where_all_recomputation_is_tried_more_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(room, "free_bytes", lambda *_: 4_000_000.0)
-    path = write_run(tmp_path, make_rows([6000, 60]), capacity_tokens="auto", recompute="auto")
-    assert call("train", path, "--ranks", 1) == 2
-    refused = capsys.readouterr().err
-    assert "error[data] data: expected sequences that all ranks together hold; got 6000 tokens" in refused
-    assert "recompute: auto" not in refused
-
-
 @pytest.mark.parametrize(
     ("free_bytes", "keys"),
     some(
@@ -163,12 +154,6 @@ def test_a_plan_made_elsewhere_needs_a_number(tmp_path, capsys):
     assert "--capacity: expected a number for a plan made here" in capsys.readouterr().err
     arguments = ("--capacity", 64, "--out", tmp_path / "plan.json")
     assert call("plan", "--config", path, "--ranks", 2, *arguments) == 0
-
-
-@pytest.mark.exhaustive
-def test_verify_takes_auto(tmp_path):
-    path = write_run(tmp_path, make_rows([90, 60]), capacity_tokens="auto", recompute="auto", precision="fp32")
-    assert call("verify", path, "--ranks", 2) == 0
 
 
 def test_free_memory_is_that_of_the_container_and_shared_by_its_ranks(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """How a run computes: refused before any process starts, the same in all that runs the model, the same result."""
 
 import json
-from dataclasses import replace
 
 import pytest
 from testing.small import make_rows
@@ -14,7 +13,6 @@ from lengthwise.models import Computing
 from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.prepared_run import read_start
-from lengthwise.setup import memory_of_settings
 from run.small_runs import train, write_run
 
 LENGTHS = (40, 9, 17, 3)
@@ -57,13 +55,6 @@ def test_no_model_is_made_in_the_process_that_forks_ranks_which_use_gpus(tmp_pat
     assert not built
 
 
-def test_a_run_by_the_reference_is_said(tmp_path, capfd):
-    train(write_run(tmp_path, make_rows(LENGTHS), device="cpu", steps=1, attention="reference"), "--ranks", 2)
-    said = " ".join("".join(capfd.readouterr()).split())
-    assert "transfers: gloo; because the run computes on the CPU" in said
-    assert said.count("attention kernel: reference (matrix products); because it is asked for") == 1
-
-
 def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_path, monkeypatch, capfd):
     asked = []
     error = ConfigError("samples", expected="none", got="none", remedy="None.")
@@ -80,12 +71,3 @@ def test_what_is_measured_before_the_first_step_computes_as_the_run_does(tmp_pat
     assert asked == [Computing(attention="reference")]
     assert "not measured, planned by estimates" in " ".join(capfd.readouterr().out.split())
     assert output.is_dir()
-
-
-def test_a_chunk_of_the_loss_is_2048_tokens_on_gpus(tmp_path):
-    job = job_of(tmp_path, precision="fp32")
-    wide = replace(job.trained, shape=replace(job.trained.shape, vocab=151_936))
-    found = [memory_of_settings(job.config, wide, ranks=2, on_gpus=gpus).logits_at_once for gpus in (False, True)]
-    assert found == [1 << 25, 2048 * 151_936]
-    whole = replace(wide, chunked=False)
-    assert memory_of_settings(job.config, whole, ranks=2, on_gpus=True).logits_at_once is None

@@ -48,6 +48,7 @@ def test_a_run_that_goes_on_draws_as_if_nothing_had_been(tmp_path, model):
     assert_equal_runs(tmp_path / "out", wanted, exactly=True)
 
 
+@pytest.mark.exhaustive
 def test_a_model_with_dropout_verifies_without_it(tmp_path, capsys, model):
     keys = {"global_batch": {"sequences": 7}, "capacity_tokens": 30, "seed": 3}
     path = write_run(tmp_path, make_rows(LENGTHS), model=model, **keys)

@@ -57,6 +57,7 @@ def test_lora_goes_on_from_the_adapter_that_it_saved(tmp_path):
     assert call("train", tmp_path / "run.yaml", "--ranks", 2, "--overwrite", "--set", "output=out") == 2
 
 
+@pytest.mark.exhaustive
 def test_qlora_verifies_trains_and_resumes(tmp_path, capsys):
     """The ranks other than 0 get the quantized base from it."""
     pytest.importorskip("bitsandbytes")

@@ -65,9 +65,3 @@ def test_only_long_runs_are_measured_unasked(tmp_path):
     assert not _job(tmp_path / "long", **long).measures_at_start("zero3"), "it needs whole models"
     assert not _job(tmp_path / "off", **long, measurements="off").measures_at_start("zero1")
     assert _job(tmp_path / "asked", steps=3, measurements="auto").measures_at_start("zero1")
-
-
-def test_recompute_auto_keeps_all_where_there_is_memory(tmp_path):
-    run = write_run(tmp_path / "run", make_rows(LENGTHS), capacity_tokens="auto", steps=1)
-    kinds = {each.get("recompute", "none") for each in _plan_of(train(run, "--ranks", 2))(1)["microbatches"]}
-    assert kinds == {"none"}, "there is memory for all of it"

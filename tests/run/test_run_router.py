@@ -121,6 +121,7 @@ def test_expert_that_no_token_chooses_has_no_gradient_but_its_router_has():
     assert got[2]["model.layers.0.mlp.router.bias"].any()
 
 
+@pytest.mark.exhaustive
 def test_order_real_calls_are_those_of_the_checked_order():
     """Counting: ring rounds, one sum; then the kept graph's backward, then the rest. In evaluation the sum is last."""
     plan, batch = planned(3), make_batch(LENGTHS, vocab=48)

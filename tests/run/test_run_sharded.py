@@ -40,10 +40,6 @@ def outcome(folder):
     return [number for row in rows for number in row], load_file(saved)
 
 
-def words(said):
-    return " ".join(said.split())
-
-
 def saved_model(folder, family, **changes):
     """Save a model of random weights in several files, tied names once, as the hub has them."""
     config = tiny_family_config(family, changes)
@@ -127,13 +123,3 @@ def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys):
     assert call("plan", "--config", path, "--ranks", 4, "--mode", "free", "--out", plan) == 0
     assert call("verify", path, "--ranks", 4, "--plan", plan, *HYBRID) == 2
     assert "expected a plan of kind waves, for `shard: " in capsys.readouterr().err
-
-
-@pytest.mark.exhaustive
-def test_one_rank_and_one_node_have_all_of_it(tmp_path, capfd):
-    path = run_file(tmp_path, capacity_tokens="auto", steps=1)
-    trained(path, "b", *ZERO3, ranks=1)
-    trained(path, "c", "--set", "shard=hybrid", ranks=2)
-    said = capfd.readouterr().out
-    assert "where it is zero3" in words(said)
-    assert said.count("shard zero3 has no effect on one rank") == 1

@@ -4,20 +4,21 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from testing import run_ranks
 from testing.small import make_rows, write_model
 
 from lengthwise.comm import SoloTransport, World
 from lengthwise.core.measurements import Term
 from lengthwise.models import find_model
 from lengthwise.profiler.rank_profiler import ProfileSettings, profile
-from lengthwise.run.building import open_session
 from lengthwise.run.launch import threads_of_each
-from lengthwise.session import open as session_open
-from run.small_runs import call, job_of, write_run
-from run.test_run_sharded import LENGTHS, words
+from run.small_runs import call, write_run
+from run.test_run_sharded import LENGTHS
 
 KEYS = {"capacity_tokens": 96, "steps": 3, "global_batch": {"sequences": 6}, "device": "cpu"}
+
+
+def words(said):
+    return " ".join(said.split())
 
 
 def run_file(folder, *, layers=3, tied=False, **keys):
@@ -35,17 +36,6 @@ def test_verify_compares_stages_with_one_process(tmp_path, capsys):
     assert "stages: 2 with 2 ranks a stage, of layers 0 to 1 | 2" in said
     assert "exercised: rings of 2 ranks" in said
     assert said.endswith("PASS")
-
-
-def test_layers_are_cut_by_the_rows_of_the_data(tmp_path, monkeypatch):
-    job, seen, cut = job_of(run_file(tmp_path, stages=2), ranks=2), [], session_open.cut_stages
-    monkeypatch.setattr(session_open, "cut_stages", lambda *given, **how: seen.append(given[3]) or cut(*given, **how))
-
-    def work(transport):
-        open_session(job, World(rank=transport.rank, world_size=2), transport, say=str)
-        return sorted(seen[0])
-
-    assert run_ranks(work, 2)[0] == sorted(LENGTHS)
 
 
 def write_measurements(folder, *, ranks, head_seconds):

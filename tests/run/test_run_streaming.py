@@ -1,14 +1,12 @@
 """Runs on streams: those of the same rows read at the start, also after a kill and where a feed ends."""
 
 import contextlib
-import errno
 import json
 import os
 import re
 import signal
 import socket
 import tempfile
-import threading
 import time
 from contextlib import ExitStack
 from itertools import islice
@@ -22,11 +20,9 @@ import lengthwise
 from lengthwise.comm import SoloTransport, World
 from lengthwise.config import DataSource, GlobalBatch
 from lengthwise.core.errors import RankError, TransferError
-from lengthwise.data.feed import FeedSpec
 from lengthwise.data.feed_dataset import streamed
-from lengthwise.data.in_order import StreamOrder
 from lengthwise.run.callbacks import Callback
-from lengthwise.run.node_feed import FeedRank, _Client, _Process, node_feed, socket_path, tokenizing_processes
+from lengthwise.run.node_feed import FeedRank, node_feed, socket_path
 from run.small_runs import (
     Command,
     broken_off,
@@ -40,7 +36,6 @@ from run.small_runs import (
     write_rows,
     write_run,
 )
-from tiers import more
 
 LENGTHS = [30, 12, 5, 100, 1, 2, 33, 130, 9]  # 100: more than a rank holds, a ring of both
 _PLACE = (1 << 40) - 1  # of a row in its epoch
@@ -210,55 +205,6 @@ def test_a_feed_may_start_slowly_and_is_given_up_after_some_ends_and_ended_last(
     short.rmdir()  # of which nothing is left
 
 
-@pytest.mark.parametrize("begun", [more(b"\0\0\1\0"), b""], ids=["begins an answer", "always ends"])
-def test_a_feed_that_never_answers_is_an_error(tmp_path, monkeypatch, begun):
-    monkeypatch.setattr("lengthwise.run.node_feed._START_SECONDS", 0.3)
-
-    def answer():
-        with contextlib.suppress(OSError):  # nobody asks any more
-            while True:
-                connection = listening.accept()[0]
-                connection.recv(1000)
-                if begun:
-                    connection.send(begun)
-                    kept.append(connection)
-                else:
-                    connection.close()
-
-    kept, path = [], tmp_path / "socket"
-    with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(f"{path}")
-        listening.listen()
-        listening.settimeout(1)
-        answering = threading.Thread(target=answer, daemon=True)
-        answering.start()
-        with pytest.raises(RankError, match=r"rows within 0\.2 s; got none"):
-            _Client(path, SoloTransport(), 0.2, None)("rows")()
-        answering.join(20)
-    for each in kept:
-        each.close()
-
-
-def test_a_feed_that_cannot_start_again_is_named_with_why(tmp_path, named, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
-    spec = FeedSpec(name="rows", order=StreamOrder([]), sources=(), tokenizer_name="bytes", vocab_size=None)
-    with _Process(tmp_path / "feed/socket", spec, 1) as process:
-        client = _Client(tmp_path / "feed/socket", SoloTransport(), 60, process)
-        client("describe")()
-        monkeypatch.setattr("lengthwise.run.node_feed.start_module", refuse)
-        os.kill(feeders()[0], signal.SIGKILL)
-        with pytest.raises(RankError, match=r"signal 9, after which it does not start: .*allocate memory"):
-            client("describe")()
-        assert process.has_ended
-
-
-@pytest.mark.parametrize(("ranks", "cores", "processes"), [(1, 2, 1), (8, 8, 1), (1, 6, 2), (8, 96, 16), (8, 32, 11)])
-def test_processes_that_tokenize_leave_cores_to_the_ranks(ranks, cores, processes):
-    assert tokenizing_processes(ranks, cores) == processes
-
-
 def test_ranks_of_a_node_meet_where_a_socket_may_be(monkeypatch):
     for folder, found in (("/scratch", "/scratch/x/socket"), ("/scratch/" + "job/" * 30, "/tmp/x/socket")):
         monkeypatch.setattr("tempfile.tempdir", folder)
@@ -289,6 +235,7 @@ def test_a_session_takes_a_stream_of_rows():
     assert len(losses_of[0]) == 3
 
 
+@pytest.mark.exhaustive
 def test_the_first_rows_of_a_stream_are_verified_and_shown_and_none_prepared(tmp_path, capsys):
     path = run_of(tmp_path, streaming=True, global_batch={"sequences": 2})
     assert lengthwise.verify(path, ranks=2).passed
