@@ -17,7 +17,7 @@ import numpy as np
 from lengthwise.core.errors import DataError
 from lengthwise.core.hub_access import only_cached
 from lengthwise.data.dataset import NO_LOSS
-from lengthwise.data.sources import content_of
+from lengthwise.data.digests import content_of
 
 _PLACE = "<|image_pad|>"  # of an image, in Qwen's tokenizers
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are exchanged
@@ -61,7 +61,7 @@ class ImageProcessor:
         from PIL import Image
 
         try:
-            content = json.dumps(content_of(Path(path), whole=False))
+            content = json.dumps(content_of(Path(path)))
             with Image.open(path) as image:
                 width, height = image.size
                 # A PNG without it in its head would be decoded; one that has it at its end is found when it is
@@ -113,7 +113,7 @@ class ImageProcessor:
         from transformers.image_utils import load_image
 
         try:
-            if json.dumps(content_of(Path(image.path), whole=False)) != image.content:
+            if json.dumps(content_of(Path(image.path))) != image.content:
                 raise ValueError("another file than the one that this row was tokenized with")
             with Image.open(image.path) as opened:
                 found = self._processor(images=[load_image(opened)], return_tensors="pt")

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
+from lengthwise.data.digests import content_of
 from lengthwise.data.library import Place, library, versions_of
 from lengthwise.data.prepared import is_prepared
 
@@ -37,7 +38,6 @@ PACKED = (GZIP, ZSTANDARD)
 _TABLES = {b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff\xff\xff\xff": "arrow"}
 _BEGINS = ("{", "\ufeff")  # first characters of JSON lines; the error of the first row names a byte order mark
 _UNPACKED_BYTES = 4 << 20
-_EDGE_BYTES = 1 << 16  # of the begin and end of a file that its digest covers
 # tests, and packages installed or compiled beside the library
 _STDLIB_LEFT_OUT = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 _ENDINGS = {".jsonl": "text", ".json": "text", ".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "csv"}
@@ -106,7 +106,11 @@ class RowFile:
         if not self.paths:
             with library(self.shown, self.place):
                 return [self.label, *versions_of(self.asked, self.split)]
-        return [self.label, *(content_of(path, whole=self.names is not None) for path in self.paths)]
+        return [self.label, *map(self._content, self.paths)]
+
+    def _content(self, path: Path) -> list[Any]:
+        with readable(path):
+            return content_of(path, is_document=self.names is not None)
 
     def versions(self) -> list[tuple[int, int, int]]:
         """Return inode, size and time of every file, which differ if it was changed or replaced."""
@@ -327,18 +331,6 @@ def readable(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise _unreadable(path, error) from None
-
-
-def content_of(path: Path, *, whole: bool) -> list[Any]:
-    """Return the size of a file and the digest of its first and last bytes; of a document (`whole`) the size alone."""
-    with readable(path), path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if whole:
-            return [size]
-        found = hashlib.sha256(file.read(_EDGE_BYTES))
-        file.seek(max(0, size - _EDGE_BYTES))
-        found.update(file.read(_EDGE_BYTES))
-    return [size, found.hexdigest()]
 
 
 def version_of(path: Path) -> tuple[int, int, int]:
