@@ -14,18 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lengthwise.core.errors import DataError
+from lengthwise.data.files import printable_name, readable, version_of
 from lengthwise.data.library import of_library
 from lengthwise.data.rows import RawRow, RowParser, decode_utf8
-from lengthwise.data.sources import (
-    HEAD,
-    PACKED,
-    RowFile,
-    changed_file,
-    empty_file,
-    printable_name,
-    readable,
-    version_of,
-)
+from lengthwise.data.sources import HEAD, PACKED, RowFile, changed_file, empty_file
 
 ROWS = 64  # rows of a block
 _DOCUMENTS = 4

@@ -8,16 +8,13 @@ of data is SHA-256 over the digests of its rows. Cost: 8 ns a token, 20 ns with 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 ROW_DIGEST_BYTES = 16
 ROWS_AT_ONCE = 1 << 18  # rows per pass of loops over all rows
-_EDGE_BYTES = 1 << 16  # of the begin and end of a file that its digest covers
 _LABELS, _WEIGHTS, _IMAGE = b"labels", b"weights", b"image"  # 6, 7 and 5 bytes: no whole number of tokens
 
 
@@ -54,15 +51,3 @@ def file_digest(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits; OSError if it cannot be read."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def content_of(path: Path, *, is_document: bool = False) -> list[Any]:
-    """Return the size of a file and the digest of its first and last bytes; of a document the size alone."""
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if is_document:
-            return [size]
-        found = hashlib.sha256(file.read(_EDGE_BYTES))
-        file.seek(max(0, size - _EDGE_BYTES))
-        found.update(file.read(_EDGE_BYTES))
-    return [size, found.hexdigest()]

@@ -17,7 +17,7 @@ import numpy as np
 from lengthwise.core.errors import DataError
 from lengthwise.core.hub_access import only_cached
 from lengthwise.data.dataset import NO_LOSS
-from lengthwise.data.digests import content_of
+from lengthwise.data.files import content_of
 
 _PLACE = "<|image_pad|>"  # of an image, in Qwen's tokenizers
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are exchanged
@@ -45,9 +45,11 @@ class ImageProcessor:
         """Load it. ValueError: there is none, or it makes no patches as Qwen's does."""
         from transformers import AutoImageProcessor
 
-        options: dict[str, Any] = {"local_files_only": only_cached(name), "trust_remote_code": False}
+        is_local: Any = only_cached(name)
         try:
-            self._processor: Any = AutoImageProcessor.from_pretrained(name, **options)
+            self._processor: Any = AutoImageProcessor.from_pretrained(
+                name, local_files_only=is_local, trust_remote_code=False
+            )
         except Exception as error:  # noqa: BLE001 - of files from outside
             got = " ".join(str(error).split())[:200]
             raise ValueError(f"no image processor at {name}: {type(error).__name__}: {got}") from None

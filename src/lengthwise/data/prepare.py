@@ -30,6 +30,7 @@ from lengthwise.data.arrow import KINDS, Columns, schema, table_of
 from lengthwise.data.blocks import ROWS, block_of
 from lengthwise.data.dataset import TOO_LONG
 from lengthwise.data.digests import digest_of_rows
+from lengthwise.data.files import printable_name, version_of
 from lengthwise.data.prepared import (
     ENCODING,
     NAME,
@@ -41,7 +42,7 @@ from lengthwise.data.prepared import (
     write_description,
 )
 from lengthwise.data.refusals import Refusals
-from lengthwise.data.sources import RowFile, changed_file, empty_file, list_source, printable_name, version_of
+from lengthwise.data.sources import RowFile, changed_file, empty_file, list_source
 from lengthwise.data.tokenizer import Tokenizer, tokenizer_of_process
 from lengthwise.data.tokens import BAD, EMPTY, REFUSED, Tokenizing
 

@@ -16,15 +16,14 @@ import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
-from lengthwise.data.digests import content_of
+from lengthwise.data.files import content_of, printable_name, readable, unreadable, version_of
 from lengthwise.data.library import Place, library, versions_of
 from lengthwise.data.prepared import is_prepared
 
@@ -106,11 +105,7 @@ class RowFile:
         if not self.paths:
             with library(self.shown, self.place):
                 return [self.label, *versions_of(self.asked, self.split)]
-        return [self.label, *map(self._content, self.paths)]
-
-    def _content(self, path: Path) -> list[Any]:
-        with readable(path):
-            return content_of(path, is_document=self.names is not None)
+        return [self.label, *(content_of(path, is_document=self.names is not None) for path in self.paths)]
 
     def versions(self) -> list[tuple[int, int, int]]:
         """Return inode, size and time of every file, which differ if it was changed or replaced."""
@@ -309,7 +304,7 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
     """
 
     def refuse(error: OSError) -> None:
-        report(_unreadable(Path(error.filename or root), error))
+        report(unreadable(Path(error.filename or root), error))
 
     names = []
     for folder, folders, files in os.walk(root, onerror=refuse):
@@ -319,27 +314,6 @@ def _walk(root: Path, left_out: frozenset[str], report: Report) -> list[str]:
             if not name.startswith(".") and os.path.isfile(path) and not os.path.islink(path):
                 names.append(Path(path).relative_to(root).as_posix())
     return names
-
-
-@contextmanager
-def readable(path: Path) -> Iterator[None]:
-    """Translate errors of the system in reading a regular file inside the block to DataError."""
-    try:
-        if not path.is_file():  # a pipe would block, a device would never end
-            got = "something else" if path.exists() else "nothing there"
-            raise DataError(printable_name(path), expected="a regular file", got=got, remedy="Correct the path.")
-        yield
-    except OSError as error:
-        raise _unreadable(path, error) from None
-
-
-def version_of(path: Path) -> tuple[int, int, int]:
-    """Return inode, size and time of a file; zeros if it is not there."""
-    try:
-        status = path.stat()
-    except OSError:
-        return 0, 0, 0
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def empty_file(shown: str) -> DataError:
@@ -352,13 +326,3 @@ def changed_file(shown: str) -> DataError:
     """Return the error for a file that was changed or replaced while it is needed."""
     remedy = "Let whatever writes it finish, then start again."
     return DataError(shown, expected="a file that does not change", got="a change", remedy=remedy)
-
-
-def _unreadable(path: Path, error: OSError) -> DataError:
-    got, remedy = error.strerror or str(error), "Correct the path or its permissions."
-    return DataError(printable_name(path), expected="a file or folder that can be read", got=got, remedy=remedy)
-
-
-def printable_name(name: str | Path) -> str:
-    """Return a file name as UTF-8, for messages."""
-    return str(name).encode("utf-8", "backslashreplace").decode("utf-8")

@@ -107,7 +107,9 @@ def _plain_images(
         paths = [each.path for each in dataset.images(row)]
         if not paths:
             return {}
-        made: Any = AutoImageProcessor.from_pretrained(processor, local_files_only=only_cached(processor))
+        made: Any = AutoImageProcessor.from_pretrained(
+            processor, local_files_only=only_cached(processor), trust_remote_code=False
+        )
         found = made(images=[load_image(path) for path in paths], return_tensors="pt")
         kinds = (ids == model.whole.config.image_token_id).int()[None]
         return {**{name: each.to(ids.device) for name, each in found.items()}, "mm_token_type_ids": kinds}
