@@ -65,7 +65,8 @@ class Server:
         self.vllm_client = SimpleNamespace(get_server_info=lambda: info)
 
     def sync_weights(self):
-        self.weights.append(sum(each.double().abs().sum().item() for each in self.model.parameters()))
+        total = sum(each.double().abs().sum() for each in self.model.parameters())  # others than rank 0 send nothing
+        self.weights.append(total.item() if self.accelerator.is_main_process else None)
 
     def generate(self, prompts, images, num_generations, profiler):
         first = self.accelerator.process_index * len(prompts)

@@ -134,6 +134,7 @@ def test_grpo_is_trls(case, ranks, tmp_path, saved):
     found = in_trainers(partial(work, ranks, partial(planned, **options)), ranks, tmp_path)
     for each in found:
         compared(each, expected)
+    for each in found if "in this process" in case else found[:1]:  # a server gets all from rank 0
         assert each["sent"] == pytest.approx(expected["sent"], rel=1e-6)
     assert found[0]["draws"] != found[1]["draws"]  # ranks sample alone, though they shuffle alike
     assert any(log.get("ring_token_ratio") for log in found[0]["logs"])

@@ -31,6 +31,12 @@ def test_a_whole_model_is_saved_and_what_needs_one_is_refused_at_once(tmp_path):
             ]
             with session.whole():  # ranks run it alone, one more often than the other
                 made = model.generate(prompt, max_new_tokens=2 + rank, do_sample=False)
+            with session.whole(on_first=True):
+                sent = [
+                    each.is_meta or bool(torch.equal(each, before[name])) for name, each in model.named_parameters()
+                ]
+                assert all(sent)
+                assert all(each.is_meta == (rank == 1) for each in model.parameters())
             for call in calls if rank == 1 else ():  # on one rank: it waits for nobody
                 with pytest.raises(ModelRefused) as caught:
                     call()

@@ -308,9 +308,13 @@ class Parameters:
             yield
 
     @contextmanager
-    def whole(self) -> Iterator[None]:
-        """Give the model of every rank whole parameters inside the block, where it runs alone. Collective."""
-        with self._whole([self._trained, *self._frozen], is_kept=True, device=self.values.device):
+    def whole(self, *, on_first: bool = False) -> Iterator[None]:
+        """Give the model of every rank whole parameters inside the block, where it runs alone. Collective.
+
+        on_first: True for rank 0 alone; parameters of other ranks are on the meta device.
+        """
+        device = "meta" if on_first and self._transport.rank else self.values.device
+        with self._whole([self._trained, *self._frozen], is_kept=True, device=device):
             if self._waves is not None:
                 self._waves.is_off = True
             try:

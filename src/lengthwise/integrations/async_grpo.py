@@ -213,8 +213,13 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         self._metrics["train"].pop("perf/fwd_s", None)  # of `Answers`
 
     def _sync_weight(self) -> None:
-        with self._trained().whole():
+        with self._trained().whole(on_first=not self._lora_sync):  # TRL saves adapters on every rank
             super()._sync_weight()
+
+    def _streaming_iter(self) -> Any:
+        """Yield the weights on rank 0, which sends them; others have none, and no part in a gather."""
+        if self.accelerator.is_main_process:
+            yield from super()._streaming_iter()
 
 
 class _Shared(IterableDataset[Examples]):

@@ -99,8 +99,11 @@ class RolloutMixin(TokenLossMixin):
             return super()._generate(prompts)
 
     def _send_weights(self, send: Callable[[], None]) -> None:
-        """Send the weights to vLLM by TRL, as TRL also does where an engine in this process wakes up."""
-        with self._trained().whole():
+        """Send the weights to vLLM by TRL, as TRL also does where an engine in this process wakes up.
+
+        A server gets them from rank 0, an engine in this process from its own rank.
+        """
+        with self._trained().whole(on_first=self.vllm_mode == "server"):
             send()
         if self._trained().engine.is_cut:
             torch.cuda.empty_cache()  # of whole weights: torch's cache is not free for an engine's own

@@ -93,10 +93,14 @@ class SavedSession:
             self._agree(f"saving after step {self.steps}")
         return parameters.whole_on_first(trained_only=saves_adapters_alone(self.model))
 
-    def whole(self) -> AbstractContextManager[None]:
+    def whole(self, *, on_first: bool = False) -> AbstractContextManager[None]:
         """Make the model whole on every rank's device inside the block, to generate with it, for example. Collective.
 
         If parameters are sharded, every rank gathers all of them, and changes made inside the block are lost.
+
+        Args:
+            on_first: True to keep them on rank 0's device alone, to send them; sharded parameters of other ranks then
+                have shapes without values (the meta device).
 
         Raises:
             ConfigError: a rank has some of the layers (`stages`).
@@ -109,7 +113,7 @@ class SavedSession:
         if parameters is None or not self.engine.is_cut:
             return nullcontext()
         self._agree(f"the whole model after step {self.steps}")
-        return parameters.whole()
+        return parameters.whole(on_first=on_first)
 
     def _refuse_closed(self) -> None:
         if self._is_closed:
