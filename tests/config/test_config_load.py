@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from lengthwise.config import GlobalBatch, RunConfig, build_config, dump_config, load_config
 from lengthwise.config.optimizer_config import OPTIMIZERS
@@ -219,28 +217,6 @@ def test_config_unreadable_file_is_one_line(tmp_path, content, expected):
         load_config(path)
     assert expected in str(caught.value)
     assert str(path) in caught.value.where
-
-
-NAMES = st.text(st.characters(min_codepoint=33, exclude_characters="/~", exclude_categories=["Cs", "Cc"]), min_size=1)
-FLOATS = st.floats(min_value=0, max_value=0.99)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    model=NAMES | st.sampled_from(["3e-4", "no", "0o17", "null", "1:30", "2020-01-01", "=", "<<", "1_0"]),
-    lr=st.floats(min_value=0, allow_nan=False, allow_infinity=False) | st.integers(0, 10**6),
-    betas=st.tuples(FLOATS, FLOATS),
-    norm=st.none() | st.floats(min_value=1e-300, max_value=1e300),
-    end=st.sampled_from([{"steps": 7}, {"epochs": 3}, {}]),
-    batch=st.sampled_from([{"sequences": 5}, {"tokens": 10**12}]),
-)
-def test_config_dump_reads_back_equal(folder, model, lr, betas, norm, end, batch):
-    values = {"model": model, "data": [{"python_stdlib": True}], "output": "out", "global_batch": batch, **end}
-    values["optimizer"] = {"lr": lr, "betas": list(betas), "max_grad_norm": norm}
-    if (folder / model).exists():
-        return
-    config = build_config(values, folder)
-    assert load_config(write(folder, dump_config(config))) == config
 
 
 def test_config_and_data_import_no_large_library():

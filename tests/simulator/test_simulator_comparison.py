@@ -240,11 +240,6 @@ def test_lock_step_cuts_every_microbatch_over_the_same_ranks() -> None:
     assert run.held_tokens.max() == 5
 
 
-def test_recomputation_runs_forward_again() -> None:
-    once, again = (_step(LockStep(size=1), [10], 1, 10, kind).step_seconds for kind in ("none", "layer"))
-    assert again == pytest.approx(4 / 3 * once)
-
-
 def test_padding_fills_up_to_the_longest_of_a_microbatch() -> None:
     assert padded([3, 9, 5, 1, 2], 2, by_length=False) == [[9, 9], [5, 5], [2]]
     assert padded([3, 9, 5, 1, 2], 2, by_length=True) == [[9, 9], [3, 3], [1]]
