@@ -202,7 +202,7 @@ def test_config_relative_paths_start_from_the_file(folder, monkeypatch):
         (b"model: \xff\n", "byte 0xff at offset 7"),
         (b"a: 1\n---\nb: 2\n", "expected YAML"),
         (b"a: &x [1]\nb: *x\n", "an alias, which is not read"),
-        (b"a: " + b"[" * 2000, "deeper nesting"),
+        (b"a: " + b"[" * 900, "deeper nesting"),
         (None, "no such file"),
         ("folder", "a folder"),
     ],
@@ -228,10 +228,10 @@ def test_config_and_data_import_no_large_library():
 
 def test_config_with_thousands_of_problems_is_told_of_some_in_seconds(folder):
     start = time.process_time()
-    found = problems_of(write(folder, MINIMAL + "".join(f"k{number}: 1\n" for number in range(4_000))))
-    assert time.process_time() - start < 3
+    found = problems_of(write(folder, MINIMAL + "".join(f"k{number}: 1\n" for number in range(2_000))))
+    assert time.process_time() - start < 2
     assert len(found) == 101
-    assert "got 3,900 more problems" in found["run file"]
+    assert "got 1,900 more problems" in found["run file"]
 
 
 @pytest.mark.parametrize(("key", "name"), [("model", '"a\\0b"'), ("tokenizer", "x" * 300), ("output", "y/" * 3000)])

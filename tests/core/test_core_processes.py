@@ -15,6 +15,7 @@ from lengthwise.run.launch import threads_of_each
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.mark.exhaustive
 def test_a_running_thread_is_waited_for_but_not_for_ever():
     stop = threading.Event()
 

@@ -5,8 +5,6 @@ Whatever is read ahead, lost or started again, and in however many processes row
 
 import errno
 import json
-import os
-import signal
 import time
 from itertools import islice
 from types import SimpleNamespace
@@ -17,17 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data.local_feeds import local_feeds
-from data.stores import DOCUMENTS, FILES, load, prepare, save_words, weights_of, write_sources
-from data.test_data_masked import CHAT, WORDS, messages
+from data.stores import DOCUMENTS, FILES, killed_in_one_worker, load, prepare, weights_of, write_sources
 from data.test_data_tables import write
 from lengthwise.config import DataSource, GlobalBatch, build_config
 from lengthwise.core.errors import DataError, LengthwiseError
-from lengthwise.data import Batches, load_tokenizer
+from lengthwise.data import Batches
 from lengthwise.data.sampler import epoch_order
 from lengthwise.engine.batch import StepBatch
 from lengthwise.program import Segment
 from lengthwise.run.workers import worker_processes
-from properties import costly
+from properties import costliest
 
 SKIPS = {"max_tokens": 90, "too_long": "skip", "empty": "skip", "bad_rows": "skip"}
 SIZES = st.one_of(
@@ -55,9 +52,9 @@ def taken(dataset, size, steps, start=(0, 0)):
         yield seen(StepBatch(dataset, each.ids)), each.end
 
 
-def expected(sources, size, steps, how, *, seed=0, **of_rows):
+def expected(sources, size, steps, how, *, seed=0):
     """The same steps of rows read at once, cut plainly."""
-    dataset, found, epoch = load(*sources, **of_rows), [], 0
+    dataset, found, epoch = load(*sources), [], 0
     if "remote" in how:
         config = SimpleNamespace(seed=seed, steps=steps, epochs=None, global_batch=size)
         return [seen(StepBatch(dataset, each.ids)) for each in Batches(dataset, config)]
@@ -91,7 +88,7 @@ def expected(sources, size, steps, how, *, seed=0, **of_rows):
     done=st.integers(0, 8),
     mark=st.sampled_from(["own", "none", "beyond", "of before"]),
 )
-@costly
+@costliest
 def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
     tmp_path_factory, files, documents, size, seed, how, ahead_bytes, block_rows, ends_after, done, mark
 ):
@@ -118,7 +115,7 @@ def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
             assert [found for found, _ in rest] == wanted[done + 1 :]
 
 
-@pytest.mark.parametrize(("kind", "how"), zip(["gzip", "parquet", "saved"], ORDERS, strict=True))
+@pytest.mark.parametrize(("kind", "how"), [*zip(["gzip", "parquet", "saved"], ORDERS, strict=True)])
 def test_files_of_every_kind_are_read(tmp_path, monkeypatch, kind, how):
     rows = [{"input_ids": [*range(length)], "labels": [-100] + [7] * (length - 1)} for length in (5, 1, 9)]
     sources = [DataSource(path=write(rows * 3, tmp_path / "rows", kind), max_tokens=9)]
@@ -139,26 +136,14 @@ def test_batches_do_not_depend_on_the_number_of_processes_and_the_end_of_one_cos
     )
     wanted = expected(sources, size, 30, how)
     monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
-    monkeypatch.setattr("lengthwise.data.tokens.row_digest", in_one_worker(tmp_path / "killed"))
+    monkeypatch.setattr(
+        "lengthwise.data.tokens.row_digest",
+        killed_in_one_worker(tmp_path / "killed"),
+    )
     for number in (1, 3):
         with local_feeds(sources, how, run=worker_processes(number), ahead_bytes=2000) as ([dataset], _):
             assert [found for found, _ in taken(dataset, size, 30)] == wanted
     assert (tmp_path / "killed").exists()
-
-
-def in_one_worker(marker):
-    """Return `row_digest`, but the first other process that calls it is killed."""
-    from lengthwise.data.digests import row_digest
-
-    parent = os.getpid()
-
-    def killed(*row):
-        if os.getpid() != parent and not marker.exists():
-            marker.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return row_digest(*row)
-
-    return killed
 
 
 @pytest.fixture
@@ -245,35 +230,10 @@ def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, m
     assert len([each for each in found if each]) == before // 2
 
 
-def test_data_are_the_same_on_any_number_of_feeds(tmp_path):
-    sources, digests = lines(tmp_path, [{"text": "ab"}] * 5), list[bytes]()
-    for number in (1, 3, 7):  # more than rows, too
-        with local_feeds(sources, {"remote": number}) as ([dataset], _):
-            digests.append(dataset.digest())
-    assert len(set(digests)) == 1
-
-
 def test_a_step_without_a_loss_is_refused(tmp_path):
     rows = lines(tmp_path, [{"text": "a"}] * 3)
     with local_feeds(rows, {"remote": 2}) as ([dataset], _), pytest.raises(DataError, match="with a label"):
         next(dataset.batches(GlobalBatch(sequences=2)))
-
-
-def test_chats_are_masked_and_weights_mean_the_same(tmp_path):
-    template = (
-        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
-        "{% if add_generation_prompt %}<assistant> {% endif %}"
-    )
-    words = sorted(WORDS, key=lambda word: word != "<unk>")
-    name = save_words(tmp_path / "tokenizer", words, template=template)
-    chats = [{"messages": messages(*CHAT[:number])} for number in (3, 5)]
-    weighed = [{"input_ids": [1, 2, 3], "weights": [0.0, 0.5, 2.0]}, {"text": "a b c"}]
-    sources, size = write_sources(tmp_path, [chats, weighed], max_tokens=99), GlobalBatch(sequences=3)
-    wanted = expected(sources, size, 4, {"remote": 1}, tokenizer=lambda: load_tokenizer(name), vocab_size=11)
-    with local_feeds(sources, {"remote": 1}, tokenizer_name=name, vocab_size=11) as ([dataset], _):
-        found = [each for each, _ in taken(dataset, size, 4)]
-        assert found == wanted
-        assert any(-100 in each[6][:-1] for each in found)
 
 
 def test_a_feed_that_ends_is_named_once_whatever_is_answered_late_and_files_that_change_are_refused(tmp_path):

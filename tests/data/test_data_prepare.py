@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from data.stores import content, load, prepare, write_sources
+from data.stores import content, killed_in_one_worker, load, prepare, write_sources
 from lengthwise.config import DataSource
 from lengthwise.core.errors import ConfigError, DataError, OutputError, Problems, RankError
 from lengthwise.core.files import try_lock
@@ -25,25 +25,11 @@ FORK = multiprocessing.get_context("fork")
 ROWS = [[{"text": "x" * n} for n in (1, 2, 97, 300, 5, 60, 61)], [{"prompt": "ab", "completion": "cd"}] * 9]
 
 
-def in_one_worker(act, marker):
-    """Return what `row_digest` is, but the first other process that calls it for a long row does `act` before."""
-    parent = os.getpid()
-
-    def acting(*row):
-        if os.getpid() != parent and len(row[0]) > 200 and not marker.exists():
-            marker.touch()
-            act()
-        return row_digest(*row)
-
-    return acting
-
-
 @pytest.fixture
 def killed(tmp_path, monkeypatch):
-    """Let one process that tokenizes be killed at the first long row; prepare once, which fails."""
+    """Let one process that tokenizes be killed at its first row; prepare once, which fails."""
     sources = write_sources(tmp_path, ROWS, ["a", "bc"])
-    act = in_one_worker(lambda: os.kill(os.getpid(), signal.SIGKILL), tmp_path / "killed")
-    monkeypatch.setattr("lengthwise.data.tokens.row_digest", act)
+    monkeypatch.setattr("lengthwise.data.tokens.row_digest", killed_in_one_worker(tmp_path / "killed"))
     with pytest.raises(RankError, match="tokenizing: expected processes that live"):
         prepare(sources, tmp_path / "out", processes=2)
     assert not (tmp_path / "out").exists()

@@ -11,8 +11,8 @@ from hypothesis import given
 
 from data.stores import DOCUMENTS, FILES, content, load, prepare, save_words, write_sources
 from lengthwise.config import DataSource
-from lengthwise.core.errors import DataError, Problems
-from lengthwise.data import ByteTokenizer, load_tokenizer
+from lengthwise.core.errors import DataError
+from lengthwise.data import load_tokenizer
 from lengthwise.data.arrow import wrong_rows
 from lengthwise.data.prepared import NAME, signed
 from properties import costly
@@ -222,10 +222,3 @@ def test_store_of_another_tokenizer_or_template_is_refused_by_name(tmp_path, tok
         else:
             with pytest.raises(DataError, match=rf"{expected} {name} .*prepared with that of {one}"):
                 load(tmp_path / "store", tokenizer=lambda name=name: load_tokenizer(name))
-
-
-def test_store_of_bytes_is_refused_under_a_tokenizer(tmp_path, tokenizers):
-    prepare(write_sources(tmp_path, [[{"text": "a"}]]), tmp_path / "store")
-    with pytest.raises((DataError, Problems), match="that of bytes"):
-        load(tmp_path / "store", tokenizer=lambda: load_tokenizer(tokenizers[0]))
-    assert load(tmp_path / "store", tokenizer=ByteTokenizer).lengths.tolist() == [1]
