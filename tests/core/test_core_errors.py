@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lengthwise.core.errors import Collector, ConfigError, PlanError, Problems, raise_problems
+from lengthwise.core.errors import ConfigError, PlanError, Problems
 from lengthwise.core.names import did_you_mean
 
 NAMES = {"ranks": "--ranks", "capacity_tokens": "--capacity", "speeds": "--speeds", "skip_empty": "give --empty skip"}
@@ -46,18 +46,6 @@ def test_remedies_name_options_as_the_command_does_and_prose_keeps_its_words() -
 def test_all_of_several_problems_are_named() -> None:
     both = Problems([error("ranks"), ConfigError("speeds", expected="", got="", remedy="")])
     assert [line.split()[1] for line in both.render(NAMES).splitlines()] == ["--ranks:", "--speeds:"]
-
-
-def test_collector_keeps_every_problem_once_and_lets_other_errors_through() -> None:
-    collector = Collector()
-    assert collector.attempt(lambda: 5) == 5
-    for wheres in (["x"], ["x", "y"], ["z"], ["y"]):
-        assert collector.attempt(lambda wheres=wheres: raise_problems([error(where) for where in wheres])) is None
-    with pytest.raises(Problems) as caught:
-        collector.raise_all()
-    assert [each.where for each in caught.value.problems] == ["x", "y", "z"]
-    with pytest.raises(ZeroDivisionError):
-        collector.attempt(lambda: 1 / 0)
 
 
 def test_code_of_a_remedy_keeps_its_lines_and_names_with_line_ends_do_not() -> None:

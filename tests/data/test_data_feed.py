@@ -3,7 +3,6 @@
 Whatever is read ahead, lost or started again, and in however many processes rows are tokenized.
 """
 
-import errno
 import json
 import time
 from itertools import islice
@@ -313,20 +312,6 @@ def test_a_tokenizer_that_panics_is_named_with_the_row(tmp_path, monkeypatch):
 
 def bounded(wait_for):
     return lambda until: wait_for(until, 20) or pytest.fail("no answer")
-
-
-def test_a_full_disk_of_copies_is_named(tmp_path, monkeypatch):
-    sources = lines(tmp_path, [{"input_ids": [1, 2]}] * 2)
-
-    def full(*_args, **_options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("datasets.arrow_writer.ArrowWriter.write_table", full)
-    with (
-        pytest.raises(DataError, match=r"No space left on device.* HF_DATASETS_CACHE"),
-        local_feeds(sources, {"remote": 1}),
-    ):
-        pass
 
 
 def test_a_file_that_breaks_off_and_a_stream_of_nothing_are_refused(tmp_path, hub):

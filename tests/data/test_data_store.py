@@ -15,6 +15,8 @@ from lengthwise.core.errors import DataError
 from lengthwise.data import load_tokenizer
 from lengthwise.data.arrow import wrong_rows
 from lengthwise.data.prepared import NAME, signed
+from lengthwise.engine.batch import StepBatch
+from lengthwise.program import Segment
 from properties import costly
 
 ROWS = [[{"text": "a"}, {"text": "bcd"}, {"text": ""}, {"text": "e" * 500}], [{"input_ids": [1, 255]}]]
@@ -222,3 +224,13 @@ def test_store_of_another_tokenizer_or_template_is_refused_by_name(tmp_path, tok
         else:
             with pytest.raises(DataError, match=rf"{expected} {name} .*prepared with that of {one}"):
                 load(tmp_path / "store", tokenizer=lambda name=name: load_tokenizer(name))
+
+
+def test_a_batch_asks_for_the_rows_of_its_segments_and_reads_none(tmp_path, monkeypatch):
+    rows = [{"input_ids": [*range(10)]}, {"input_ids": [20, 21, 22], "labels": [-100, 21, 22]}]
+    prepare(write_sources(tmp_path, [rows]), tmp_path / "store")
+    batch, asked = StepBatch(load(tmp_path / "store"), [1, 0]), list[list[int]]()
+    monkeypatch.setattr("lengthwise.data.arrow.read_ahead", lambda values: asked.append(values.tolist()))
+    monkeypatch.setattr("lengthwise.data.arrow.row_digest", lambda *_row: pytest.fail("a row was read"))
+    batch.read_ahead([Segment(sequence=0, start=1, stop=2), Segment(sequence=1, start=2, stop=4)])
+    assert asked == [[20, 21, 22], [-100, 21, 22], [*range(10)]]
