@@ -14,7 +14,7 @@ from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PLANNERS, PlanOptions, plan_step
 from lengthwise.program import ring_order
 from lengthwise.simulator import microbatch_clocks, simulate_plan
-from lengthwise.simulator.contention import node_bytes
+from lengthwise.simulator.contention import Uplinks, node_bytes
 from lengthwise.simulator.piece_layers import piece_layer
 from properties import costly
 
@@ -68,6 +68,17 @@ def test_bytes_of_a_node_are_those_of_the_rings_and_sweeps_that_cross_it() -> No
     assert swept == pytest.approx({0: ring[0], 1: ring[1] + 2 * mixed.sweep_bytes})
     inside = Piece(ranks=(4, 6, 7, 5), sequences=(0,))
     assert node_bytes(Microbatch(pieces=(inside, Piece(ranks=(9,), sequences=(0,)))), (1000,), cost) == {}
+
+
+def test_slowdown_is_the_mean_over_a_microbatchs_time() -> None:
+    cost = replace(all_terms_cost(SHAPE, NODES_OF_4), uplink_bytes_per_second=1.0)
+    plan = _crossing(2, 6)
+    seconds = node_bytes(plan.microbatches[0], plan.tokens, cost)[1] / 0.6  # alone each asks for 0.6 of the uplink
+    uplinks = Uplinks(plan, [seconds, seconds], cost)
+    assert not uplinks.slow_down(np.array([0.0, 20.0]), np.array([10.0, 30.0]))
+    assert uplinks.slow_down(np.array([0.0, 5.0]), np.array([10.0, 15.0]))
+    assert uplinks.slowdowns.tolist() == pytest.approx([1.1, 1.1])  # half of the time both
+    assert uplinks.slowed(0).far.bytes_per_second == pytest.approx(cost.far.bytes_per_second / 1.1)
 
 
 def test_groups_that_cross_nodes_exchange_over_their_share_of_the_uplink() -> None:
