@@ -15,7 +15,7 @@ from lengthwise.cost import all_terms_cost, analytic_cost, named_hardware, named
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.simulator import simulate_plan
-from properties import costly
+from properties import costliest
 from tiers import more
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -39,7 +39,7 @@ def test_simulated_step_is_near_the_score(planner: str) -> None:
     assert timeline.most_held_tokens <= 8192 + len(tokens)
 
 
-@costly
+@costliest
 @given(
     tokens=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
     ranks=st.sampled_from([5, 8, 11]),
