@@ -81,27 +81,6 @@ def test_what_fails_or_hangs_stops_no_other_part(tmp_path, monkeypatch, capsys):
     assert "broken on purpose" in capsys.readouterr().out
 
 
-def test_a_page_is_made_from_partial_results(tmp_path):
-    folder, page = tmp_path / "found", tmp_path / "page.md"
-    page.write_text(PAGE)
-    with pytest.raises(SystemExit, match="nothing was written"):
-        gpu_check.write_page(folder, page)
-    assert page.read_text() == PAGE
-    Records(folder, "ceilings").add("copy", moved_bytes_per_second=4.3e12, seconds=0.001, spread=0.02)
-    with (folder / "ceilings.jsonl").open("a") as file:
-        file.write('{"table": "copy", "secon')  # killed here
-    assert not gpu_check.run_part("fails", python("raise SystemExit(3)"), 60, folder)
-    gpu_check.write_page(folder, page)
-    text = page.read_text()
-    assert text.startswith("# Page\n" + gpu_check.MARK)
-    assert "old rows" not in text
-    assert "| 4300GB/s | 0.001 | 2.0 % |" in text
-    assert "status 3" in text
-    page.write_text("# No mark\n")
-    with pytest.raises(SystemExit, match="expected the line"):
-        gpu_check.write_page(folder, page)
-
-
 def test_without_a_gpu_the_reason_comes_first_and_nothing_runs(tmp_path, monkeypatch, capsys):
     why = "The NVIDIA driver on your system is too old (found version 12080)"
     monkeypatch.setattr(gpu_check, "find_gpus", lambda: Gpus(number=0, why_none=why))
@@ -160,40 +139,6 @@ def test_a_wrong_kernel_fails_the_parity_part(tmp_path, monkeypatch):
 
 
 TINY = sizes_of("cpu", tiny=True)
-
-
-def test_what_fails_is_a_row_and_the_others_run(tmp_path, monkeypatch):
-    """Commands that fail, hang, or give other losses than the first one's; a package that is not there."""
-    ends = {"hybrid": "time limit", "optimizer-on-the-host": "status 1"}
-
-    def run(command, log, limit):
-        there = log.parent
-        said = ("transfers: NCCL", "fused layers: off; because it is", "exercised: rings of 2 ranks", "tolerance: PASS")
-        log.write_text("\n".join((*said, "some error\n")))
-        if "torch.distributed.run" in command:
-            assert limit == many.COMMAND_LIMIT_SECONDS
-            (there / "losses.jsonl").write_text('{"loss": 2.0}\n' * many.STEPS)
-        elif log.stem == "train":
-            (there / "out").mkdir()
-            loss = 2.5 if there.name == "activations-on-the-host" else 2.0
-            (there / "out/metrics.jsonl").write_text(f'{{"loss": {loss}}}\n' * many.STEPS)
-        return ends.get(there.name, "ok")
-
-    monkeypatch.setattr(many, "run_limited", run)
-    monkeypatch.setattr(many.importlib.util, "find_spec", lambda name: None if name == "trl" else name)
-    failing = "hybrid, optimizer on the host, activations on the host failed"
-    for _ in range(2):  # a second call goes over what the first one has left
-        with pytest.raises(SystemExit, match=f"many: {failing}; .*many has the output"):
-            many.many(TINY, Records(tmp_path, "many"))
-    rows = {row["configuration"]: row for row in read_rows(tmp_path)}
-    assert list(rows) == list(CONFIGURATIONS)
-    assert rows["hybrid"]["failed"] == "verify, time limit: some error"
-    assert rows["optimizer on the host"]["failed"] == "verify, status 1: some error"
-    assert rows["activations on the host"]["failed"] == "losses are not those of zero3"
-    assert rows["SFTTrainer"]["left_out"] == "no package trl"
-    assert "failed" not in rows["stages with rings"]
-    assert rows["stages with rings"]["verified"] == "PASS"
-    assert rows["stages with rings"]["fused_layers"] == "off"
 
 
 @pytest.mark.exhaustive

@@ -1,7 +1,6 @@
 """Smaller benchmarks: forecasts of published runs, batches, loaders, rollouts, and planners that they register."""
 
 import sys
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,14 +8,12 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import forecasts
-import loader
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, plan_step, registry
 from lengthwise.program import check_plan
 from rival_planners import register_rivals
-from sharding import documents, pack, pad
 
 
 @pytest.mark.parametrize("run", [run for run in forecasts.RUNS if run.long], ids=lambda run: f"{run.model} {run.what}")
@@ -34,33 +31,6 @@ def test_published_short_steps_lie_between_their_two_prices() -> None:
 def test_the_page_has_what_the_command_prints() -> None:
     page = Path(forecasts.__file__).parents[1] / "docs/benchmarks/forecasts.md"
     assert "\n".join(forecasts.lines()) in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.exhaustive
-def test_every_rank_has_as_many_microbatches_of_the_default_batch():
-    for ranks in (2, 3, 4):
-        cluster = Cluster(ranks=ranks, capacity_tokens=2048)
-        lengths = documents(8192, 0, 1024)
-        assert sum(lengths) - lengths[-1] < 8192 <= sum(lengths)
-        for made in (pack(lengths, cluster), pad(lengths, cluster)):
-            assert len({len(of_rank) for of_rank in made}) == 1
-            assert sorted(chain(*chain(*made))) == list(range(len(lengths)))
-
-
-@pytest.mark.exhaustive
-def test_blocks_run_from_prepared_rows_and_from_memory(tmp_path, capfd) -> None:
-    store, made = loader.prepared_store(tmp_path, 500)
-    assert "500 sequences" in capfd.readouterr().out
-    assert made.startswith("prepared from Parquet")
-    assert loader.prepared_store(tmp_path, 500) == (store, "found from before")
-    job = loader.opened(store, 256)
-    assert len(job.dataset.lengths) == 500
-    found = loader.measured(loader.Loops(job, 1), store, 1)
-    assert list(found) == list(loader.KINDS)
-    for kind in found.values():
-        [(ours, memory)] = kind.blocks
-        assert ours[0] >= ours[1] > 0
-        assert memory[0] > memory[1] > 0
 
 
 COST = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))

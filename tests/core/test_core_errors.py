@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lengthwise.core.errors import Collector, ConfigError, PlanError, Problems, raise_problems
+from lengthwise.core.errors import ConfigError, PlanError, Problems
 from lengthwise.core.names import did_you_mean
 
 NAMES = {"ranks": "--ranks", "capacity_tokens": "--capacity", "speeds": "--speeds", "skip_empty": "give --empty skip"}
@@ -48,18 +48,6 @@ def test_all_of_several_problems_are_named() -> None:
     assert [line.split()[1] for line in both.render(NAMES).splitlines()] == ["--ranks:", "--speeds:"]
 
 
-def test_collector_keeps_every_problem_once_and_lets_other_errors_through() -> None:
-    collector = Collector()
-    assert collector.attempt(lambda: 5) == 5
-    for wheres in (["x"], ["x", "y"], ["z"], ["y"]):
-        assert collector.attempt(lambda wheres=wheres: raise_problems([error(where) for where in wheres])) is None
-    with pytest.raises(Problems) as caught:
-        collector.raise_all()
-    assert [each.where for each in caught.value.problems] == ["x", "y", "z"]
-    with pytest.raises(ZeroDivisionError):
-        collector.attempt(lambda: 1 / 0)
-
-
 def test_code_of_a_remedy_keeps_its_lines_and_names_with_line_ends_do_not() -> None:
     made = ConfigError("a\nb", expected="c", got="d\ne", remedy="Run:\n    x = 1\n    f(x, \x1b)")
     assert str(made) == "error[config] a b: expected c; got d e. Run:\n    x = 1\n    f(x, \\x1b)"
@@ -88,10 +76,8 @@ def test_did_you_mean_asks_only_for_what_may_have_been_meant(typed: str, asked: 
 @pytest.mark.parametrize(
     ("rank", "what", "shown"),
     [
-        ("0", "error", "error[config] lr: expected 1; got 2. Take 1.\nerror[config] lr: expected 1; got 2. Take 1.\n"),
         ("1", "error", "rank 1: error[config] lr: expected 1; got 2. Take 1. | error[config] lr: expected 1; got 2. "),
         ("1", "error from ValueError(3)", "ValueError: 3\n\nThe above exception was the direct cause"),
-        ("0", "ValueError(3)", "Traceback (most recent call last):\n"),
     ],
 )
 def test_an_error_of_ours_ends_a_script_without_a_traceback(rank: str, what: str, shown: str) -> None:

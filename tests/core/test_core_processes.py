@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from lengthwise.core.processes import ctrl_c_between_forks, end_with_parent, let_threads_end
-from lengthwise.run.launch import on_ranks, threads_of_each
+from lengthwise.run.launch import threads_of_each
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.mark.exhaustive
 def test_a_running_thread_is_waited_for_but_not_for_ever():
     stop = threading.Event()
 
@@ -30,12 +31,6 @@ def test_a_running_thread_is_waited_for_but_not_for_ever():
     stop.set()
     thread.join()
     assert 0.01 <= waited < 5, "the second that it is given, on a machine that may be busy"
-
-
-def test_ranks_are_forked_after_the_wait(monkeypatch):
-    waits = []
-    monkeypatch.setattr("lengthwise.run.launch.let_threads_end", lambda: waits.append(os.getpid()))
-    assert on_ranks(lambda world, _: list(waits), 2) == [os.getpid()]
 
 
 def test_ranks_share_the_cores_unless_the_environment_says_how_many_threads(monkeypatch):

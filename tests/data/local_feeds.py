@@ -37,7 +37,6 @@ def local_feeds(
     ranks=1,
     ends_after=None,
     run=map,
-    tokenizer_name="bytes",
     vocab_size=256,
     **changes,
 ):
@@ -47,7 +46,7 @@ def local_feeds(
     """
     ((key, number),) = how.items()
     sources = [each.model_copy(update={key: number}) for each in sources]
-    of_all = {"tokenizer_name": tokenizer_name, "vocab_size": vocab_size, "tokenizer_digest": "", "seed": seed}
+    of_all = {"tokenizer_name": "bytes", "vocab_size": vocab_size, "tokenizer_digest": "", "seed": seed}
     made = [streamed(sources, **of_all) if key == "streaming" else divided(sources, **of_all) for _ in range(ranks)]
     specs = [replace(spec, clients=ranks, **changes) for spec in made[0].specs]
     clients = [LocalClient(spec, ends_after, run) for spec in specs]

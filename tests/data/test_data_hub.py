@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from data.stores import content, load, prepare
+from data.stores import content, load
 from lengthwise.config import DataSource, build_config
 from lengthwise.core.errors import DataError, LengthwiseError
 
@@ -33,12 +33,6 @@ def test_a_dataset_has_the_rows_of_its_split(hub, split):
     found = load(source(split=split))
     assert content(found)["rows"] == content(load(hub / f"{split}.jsonl"))["rows"]
     assert found.name(1) == f"org/name:{split}:2"
-
-
-def test_a_dataset_is_prepared_as_any_source(hub, tmp_path):
-    manifest, _ = prepare([source()], tmp_path / "tokens")
-    assert manifest.rows == 3
-    assert content(load(tmp_path / "tokens"))["rows"] == content(load(source()))["rows"]
 
 
 def test_a_dataset_may_be_files_of_a_kind(tmp_path):

@@ -159,35 +159,3 @@ def test_pair_with_a_token_across_its_border_is_refused_by_row(tmp_path):
         with pytest.raises(DataError, match="a token across the end of the prompt") as caught:
             load_rows_by(tmp_path, [row, across], lambda: tokenizer)
         assert caught.value.where.endswith("rows.jsonl:2")
-
-
-@pytest.mark.parametrize(
-    ("row", "place"),
-    [
-        ({"messages": "a"}, '"messages"'),
-        ({"messages": [{"content": "a"}]}, r"messages\[0\].*role"),
-        ({"messages": [{"role": "user", "content": 3}]}, r"\"content\" of messages\[0\]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "1 part of type image without"),
-        ({"messages": [{"role": "assistant", "content": "a", "weight": 0}]}, r"\"weight\" of messages\[0\]"),
-        ({"messages": [{"role": "assistant", "content": "a", "train": False}]}, r"\"train\" of messages\[0\]"),
-        ({"messages": messages(("user", "a"), ("gpt", "b"))}, r"assistant, .*got \"gpt\" of messages\[1\]"),
-        ({"messages": messages(("user", "a")), "labels": [1]}, '"labels"'),
-        ({"messages": messages(("user", "a")), "tools": {"a": 1}}, '"tools"'),
-        ({"messages": messages(("user", "a")), "completion": "b"}, '"messages" and "completion"'),
-        ({"messages": messages(("user", "a")), "images": [""]}, r'"images"\[0\]'),
-        ({"image": "x.png", "prompt": "a", "completion": "b"}, '"image"'),
-        ({"input_ids": [1], "pixel_values": [[0.5]]}, '"pixel_values"'),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, '"chosen"'),
-        ({"chosen": messages(("user", "a")), "rejected": []}, '"chosen"'),
-        ({"prompt": "a"}, '"completion"'),
-        ({"prompt": messages(("user", "a")), "completion": "b"}, '"prompt"'),
-        ({"prompt": "", "completion": ""}, '"prompt" and "completion"'),
-        ({"conversations": [{"from": "alien", "value": "a"}]}, '"alien" of messages'),
-        ({"instruction": "a", "output": ["b"]}, '"instruction", "input", "output"'),
-    ],
-    ids=str,
-)
-def test_chat_or_pair_that_cannot_be_trained_on_is_refused(tmp_path, row, place):
-    with pytest.raises(DataError, match=place) as caught:
-        load_rows_by(tmp_path, [row], ByteTokenizer)
-    assert caught.value.where.endswith("rows.jsonl:1")

@@ -107,11 +107,3 @@ def test_lengths_from_file_name_file_and_index(tmp_path: Path, text: str, told: 
     file.write_text(text)
     with pytest.raises((DataError, Problems), match=told):
         lengths_from_file(file)
-
-
-def test_lengths_from_file_refuse_a_missing_file_and_bytes_that_are_no_text(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="No such file"):
-        lengths_from_file(tmp_path / "none.json")
-    (tmp_path / "odd.json").write_bytes(b"\xff\xfe\x00[1]")
-    with pytest.raises(DataError, match="not UTF-8: byte 0xff at offset 0"):
-        lengths_from_file(tmp_path / "odd.json")

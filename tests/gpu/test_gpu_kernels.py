@@ -143,11 +143,11 @@ def test_gpu_kernel_for_bf16_takes_packs_and_says_why(device):
         assert isinstance(kernel, VarlenKernel | ByLengthKernel)
 
 
-@pytest.mark.parametrize("name", some(["varlen", "efficient", "cudnn", "reference", "flash-attn"], 0, 2))
+@pytest.mark.parametrize("name", some(["varlen", "efficient", "cudnn", "reference", "flash-attn"], 2))
 def test_gpu_kernels_pass_the_comparison_of_a_start(device, name):
     """Blocks, tiles of windows and documents, under the log-sum-exp of more keys than a block's."""
     kernel, shape = named_kernel(name, device), {"heads": HEADS, "kv_heads": KV_HEADS, "windowed": True}
-    for dim in (64, 128):
+    for dim in (64, 128) if device.type == "cuda" else (64,):
         needs = AttentionNeeds(dtype=torch.bfloat16, head_dim=dim, capped=name == "flash-attn", **shape)
         assert prove_kernel(kernel, needs, device).fault is None
 

@@ -14,8 +14,9 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, analytic_cost, named_hardware, named_shape
 from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step, score
-from lengthwise.simulator import microbatch_clocks, simulate_plan
-from properties import costly
+from lengthwise.simulator import simulate_plan
+from properties import costliest
+from tiers import more
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)
@@ -26,7 +27,7 @@ def _local(*lengths: int, ranks: int = 2, **changes) -> Plan:
     return Plan(ranks=ranks, layers=32, capacity=10**6, tokens=lengths, microbatches=microbatches, **changes)
 
 
-@pytest.mark.parametrize("planner", ["static", "packed-dp", "power-of-two", "lengthwise"])
+@pytest.mark.parametrize("planner", ["power-of-two", "lengthwise"])
 def test_simulated_step_is_near_the_score(planner: str) -> None:
     tokens = clip_for(planner, draw_lengths("github", 2_000_000, 1, longest_tokens=200_000), 8192)
     plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), COST, PlanOptions(planner=planner, layers=32))
@@ -38,7 +39,7 @@ def test_simulated_step_is_near_the_score(planner: str) -> None:
     assert timeline.most_held_tokens <= 8192 + len(tokens)
 
 
-@costly
+@costliest
 @given(
     tokens=st.lists(st.integers(1, 40_000), min_size=1, max_size=12),
     ranks=st.sampled_from([5, 8, 11]),
@@ -56,21 +57,6 @@ def test_no_rank_is_in_two_microbatches_at_once(tokens: list[int], ranks: int, p
         assert timeline.microbatch[mine].tolist() == named
     again = simulate_plan(plan, COST)
     assert again.end.tolist() == timeline.end.tolist()
-
-
-def test_alike_microbatches_are_run_once_and_come_out_alike() -> None:
-    pieces = [Piece(ranks=tuple(range(first, first + 3)), sequences=(i,)) for i, first in enumerate((1, 9, 14))]
-    plan = Plan(
-        ranks=24,
-        layers=32,
-        capacity=10**6,
-        tokens=(9000, 9000, 9000),
-        microbatches=tuple(Microbatch(pieces=(piece,)) for piece in pieces),
-    )
-    timeline = simulate_plan(plan, COST)
-    alone = [microbatch_clocks(m, plan.tokens, COST).total.tolist() for m in plan.microbatches]
-    assert alone[0] == alone[1] != alone[2]  # the third crosses a node
-    assert timeline.end.tolist() == [end for ends in alone for end in ends]
 
 
 def test_local_packs_take_what_the_costs_say() -> None:
@@ -95,10 +81,10 @@ def _pipelined(plan: Plan, stages: int, virtual: int) -> Plan:
     return replace(plan, schedule=schedule, requires=("pipeline",))
 
 
-@pytest.mark.parametrize(("recipe", "stages", "virtual"), [("github", 2, 1), ("prolong", 4, 2)])
+@pytest.mark.parametrize(("recipe", "stages", "virtual"), [more("github", 2, 1), ("prolong", 4, 2)])
 def test_pipelines_are_near_their_score(recipe: str, stages: int, virtual: int) -> None:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=stages)
-    tokens = draw_lengths(recipe, 1_000_000, 1, longest_tokens=100_000)
+    tokens = draw_lengths(recipe, 500_000, 1, longest_tokens=50_000)
     plan = _pipelined(
         plan_step(tokens, Cluster(ranks=16, capacity_tokens=8192), cost, PlanOptions(layers=32)), stages, virtual
     )
@@ -164,14 +150,12 @@ def test_a_step_takes_what_was_planned_where_rings_wait_in_every_layer() -> None
     assert all(len(microbatch.pieces) == 1 for microbatch in rings)
 
 
-@pytest.mark.parametrize(("planner", "recompute"), [("lengthwise", "none"), ("bytescale", "layer")])
-def test_plans_with_offload_and_heads_simulate_near_their_score(planner: str, recompute: str) -> None:
+def test_plans_with_offload_and_heads_simulate_near_their_score() -> None:
     cost = all_terms_cost(SHAPE, replace(HARDWARE.with_kernel("flash2"), link_bytes_per_second=2e10))
     tokens = [200_000, 200_000, 90_000, 40_000, 9000, 3000] * 4
-    options = {"planner": planner, "layers": 32, "offload": "auto", "heads": "auto", "recompute": recompute}
+    options = {"layers": 32, "offload": "auto", "heads": "auto"}
     plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=4096), cost, PlanOptions(**options))
     timeline = simulate_plan(plan, cost)
     assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
-    if planner == "lengthwise":
-        assert any(microbatch.offload > 0 for microbatch in plan.microbatches)
-        assert any(piece.heads > 1 for microbatch in plan.microbatches for piece in microbatch.pieces)
+    assert any(microbatch.offload > 0 for microbatch in plan.microbatches)
+    assert any(piece.heads > 1 for microbatch in plan.microbatches for piece in microbatch.pieces)

@@ -1,8 +1,6 @@
 """Emulation of `benchmarks/`: steps that are slept take what is simulated, namespaces without a trace."""
 
 import os
-import shutil
-import subprocess
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,21 +28,6 @@ from lengthwise.program import Mixing, far_peers, lower_plan
 from lengthwise.simulator import simulate_plan
 from pipeline import EmulatedStage
 
-
-def _can_make_namespaces() -> bool:
-    """Tell whether this process may make a namespace and a link: root in a container often may not."""
-    if os.geteuid() != 0 or not shutil.which("tc") or not shutil.which("ip"):
-        return False
-    own = f"lwprobe{os.getpid()}"
-    made = [["netns", "add", own], ["link", "add", own, "type", "veth", "peer", "name", "eth0", "netns", own]]
-    removed = [["link", "del", own], ["netns", "del", own]]
-    codes = [subprocess.run(["ip", *words], capture_output=True).returncode for words in (*made, *removed)]
-    return not any(codes)
-
-
-needs_root = pytest.mark.skipif(
-    not _can_make_namespaces(), reason="namespaces need root, ip and tc, and a kernel's leave"
-)
 RANKS = 4
 SMALL = ModelShape(name="small", layers=4, hidden=512, heads=8, kv_heads=8, head_dim=64, intermediate=1024, vocab=256)
 
@@ -225,18 +208,3 @@ def test_namespaces_without_root_are_refused(monkeypatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(ConfigError, match="root"), namespaces.shaped_nodes(2, 1e7):
         pass
-
-
-@needs_root
-def test_namespaces_are_removed_after_ctrl_c_and_after_a_killed_process(monkeypatch) -> None:
-    with pytest.raises(KeyboardInterrupt), namespaces.shaped_nodes(1, 1e7):
-        raise KeyboardInterrupt
-    assert _own_namespaces() == 0
-    subprocess.run(["ip", "netns", "add", "lwemu4194305n0"], check=True)  # above the largest process id of Linux
-    with namespaces.shaped_nodes(1, 1e7):
-        assert _own_namespaces() == 1
-    assert _own_namespaces("lwemu4194305") == 0
-
-
-def _own_namespaces(owner: str = f"lwemu{os.getpid()}") -> int:
-    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.count(owner)

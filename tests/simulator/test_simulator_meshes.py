@@ -7,8 +7,6 @@ from itertools import product
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from lengthwise.core.errors import ConfigError, LengthwiseError
 from lengthwise.core.plan import RECOMPUTE_KINDS
@@ -36,15 +34,14 @@ SCENARIO = Scenario(shape=SHAPE, hardware=HARDWARE, devices=16, context_tokens=2
 NO_OFFLOAD = RankMesh(heads="auto")
 
 
-@pytest.mark.parametrize("planner", ["static", "lengthwise"])
-def test_search_ends_no_later_than_every_mesh(planner: str) -> None:
+def test_search_ends_no_later_than_every_mesh() -> None:
     """All and a quarter of the capacity, with and without offload."""
     scenario = replace(SCENARIO, devices=8)
     batches = [draw_lengths("github", 2**18, 0, 2**16)]
-    found = best_mesh(planner, batches, scenario)
+    found = best_mesh("lengthwise", batches, scenario)
     for share, offload in product((1, 1 / 4), ("off", "auto")):
         mesh = RankMesh(capacity_share=share, heads="auto", offload=offload)
-        other = best_mesh(planner, batches, replace(scenario, only=mesh)).found
+        other = best_mesh("lengthwise", batches, replace(scenario, only=mesh)).found
         if other is None:
             continue  # sequences that it does not hold
         assert found.found.mean_seconds <= 1.01 * other.mean_seconds, mesh
@@ -221,21 +218,12 @@ def test_ideal_seconds_are_arithmetic_alone_spread_evenly() -> None:
     assert replace(result, steps=slow).ideal_ratio == pytest.approx(2 / 10)
 
 
-SECONDS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=8)
-
-
-@given(ours=SECONDS, factor=st.floats(0.2, 5.0))
-def test_a_constant_ratio_has_the_error_of_the_model_alone(ours, factor) -> None:
-    gain = gain_over([factor * each for each in ours], ours)
-    assert gain.ratio == pytest.approx(factor)
-    assert (gain.low, gain.high) == pytest.approx((factor * (1 - MODEL_ERROR), factor * (1 + MODEL_ERROR)), rel=1e-6)
-    assert gain.is_equal == (gain.low <= 1 <= gain.high)
-
-
-def test_spread_over_batches_is_two_standard_errors_and_equal_is_written_as_equal() -> None:
+def test_a_gain_has_the_errors_of_the_model_and_of_the_batches_and_equal_is_written_as_equal() -> None:
     """Ratio 1.25; residuals -0.5 and 0.5 seconds about it, of mean 4: 2 x 0.7071 / 4 / sqrt(2)."""
     gain = gain_over([4.5, 5.5], [4.0, 4.0], model_error=0.0)
     assert (gain.ratio, gain.high - gain.ratio) == pytest.approx((1.25, 0.25))
+    alike = gain_over([2.0, 6.0], [1.0, 3.0])
+    assert (alike.low, alike.high) == pytest.approx((2 * (1 - MODEL_ERROR), 2 * (1 + MODEL_ERROR)), rel=1e-6)
     assert str(gain_over([1.04], [1.0])) == "equal (1.04x)"
     assert str(gain_over([1.10], [1.0])) == "1.10x"
     assert str(gain_over([0.5], [1.0])) == "0.50x"

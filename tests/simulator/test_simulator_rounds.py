@@ -161,26 +161,6 @@ def test_two_rings_share_a_link_and_an_uplink(pair):
         assert clocks.total.max() == pytest.approx(2 * microbatch_clocks(apart, tokens, cost).total.max(), rel=0.05)
 
 
-@given(
-    length=st.integers(1, 2 * 10**6),
-    degree=st.sampled_from([1, 2, 5, 8, 16, 24]),
-    heads=st.sampled_from([1, 2, 4]),
-    recompute=st.sampled_from(RECOMPUTE_KINDS),
-)
-def test_clocks_are_near_the_costs(length: int, degree: int, heads: int, recompute: str) -> None:
-    heads = heads if degree % heads == 0 else 1
-    piece = Piece(ranks=ring_order(0, degree), sequences=(0,), heads=heads)
-    clocks = microbatch_clocks(Microbatch(pieces=(piece,), recompute=recompute), [length], COST)
-    choice = Choice(heads=heads, recompute=recompute)
-    priced = COST.fixed_seconds + COST.piece_seconds([length], degree, choice, ranks=piece.ranks)
-    if degree == 1:
-        again = (sum(each.linear for each in COST.passes(recompute)) - 1) * COST.fixed_seconds
-        assert clocks.total[0] == pytest.approx(priced + again)  # launches are paid again with the layers
-    elif length >= 1000 * degree:
-        # Blocks that nothing is sent behind, and gradients that take one ring step more, are not in the formula.
-        assert clocks.total.max() == pytest.approx(priced, rel=0.12)
-
-
 def test_copies_hold_up_what_compute_does_not_hide() -> None:
     piece = Piece(ranks=(0,), sequences=(0,))
     plain, offloaded = (microbatch_clocks(Microbatch(pieces=(piece,), offload=o), [3000], COST) for o in (0.0, 1.0))
