@@ -70,7 +70,6 @@ def test_simulate_takes_model_data_and_batch_of_a_run_file(tmp_path, capsys) -> 
     status, said, _ = simulate(capsys, path, *asked)
     assert status == 0
     assert f"1 batch of 730 tokens of {path}, longest 700" in said
-    assert simulate(capsys, "--config", path, *asked)[1] == said
     assert "1 batch of 4,380 tokens" in simulate(capsys, path, *asked, "--batch-tokens", "4K")[1]
     _, _, error = simulate(capsys, path, *asked, "--lengths", "github", "--tokenizer", "x")
     assert "got RUN.yaml and --lengths" in error

@@ -30,6 +30,7 @@ def model(tmp_path_factory):
     return write_gpt2(tmp_path_factory.mktemp("gpt2") / "model", **DROPOUT)
 
 
+@pytest.mark.exhaustive
 def test_rings_and_recomputed_layers_draw_the_same(tmp_path, model):
     found = []
     for kind in ("none", "all_but_attention"):
