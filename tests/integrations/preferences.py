@@ -15,9 +15,11 @@ from tokenizers import trainers as tokenizer_trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    Gemma3Processor,
     PreTrainedTokenizerFast,
     Qwen3VLProcessor,
 )
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 TEMPLATE = (
@@ -89,16 +91,50 @@ def image_processor():
 
 def image_model(dtype=torch.float32):
     """Return a small Qwen3-VL."""
-    words = image_processor().tokenizer
+    ids = image_processor().tokenizer.convert_tokens_to_ids(list(IMAGE_WORDS))
+    keys = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    others, vision = dict(zip(keys, ids, strict=True)), {"depth": 2, "deepstack_visual_indexes": [0]}
+    return _image_model("qwen3_vl", "qwen3_vl_text", image_processor(), others, vision, dtype)
+
+
+def _image_model(family, text, made, others, vision, dtype=torch.float32):
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        sizes = {"vocab_size": len(words), "pad_token_id": 0, "eos_token_id": 1}
-        config = tiny_tower_config("qwen3_vl", "qwen3_vl_text", sizes)
-        ids = words.convert_tokens_to_ids(list(IMAGE_WORDS))
-        config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id = ids
-        config.vision_config.depth, config.vision_config.deepstack_visual_indexes = 2, [0]
-        made = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    return enliven(made.train())
+        sizes = {"vocab_size": len(made.tokenizer), "pad_token_id": 0, "eos_token_id": 1}
+        config = tiny_tower_config(family, text, sizes, **others)
+        for name, value in vision.items():
+            setattr(config.vision_config, name, value)
+        found = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype)
+    return enliven(found.train())
+
+
+GEMMA_WORDS = {"boi_token": "<boi>", "image_token": "<soft>", "eoi_token": "<eoi>"}
+GEMMA_TOKENS = 4  # of an image
+
+
+def gemma_processor(*, pan_and_scan=False):
+    """Return Gemma 3's own processor, for images of 16 x 16 pixels. pan_and_scan: wide ones have crops, too."""
+    words = copy.deepcopy(tokenizer())
+    words.padding_side = "left"
+    words.add_special_tokens({"additional_special_tokens": list(GEMMA_WORDS.values())})
+    for name, word in GEMMA_WORDS.items():
+        setattr(words, name, word)
+        setattr(words, f"{name}_id", words.convert_tokens_to_ids(word))
+    crops = {"pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 2, "pan_and_scan_min_ratio_to_activate": 1.2}
+    of_images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=pan_and_scan, **crops)
+    template = IMAGE_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", GEMMA_WORDS["boi_token"])
+    made = Gemma3Processor(of_images, words, chat_template=template, image_seq_length=GEMMA_TOKENS)
+    made.images_kwargs = {"do_convert_rgb": True, "do_pan_and_scan": pan_and_scan, **crops}  # a call's, over those above
+    return made
+
+
+def gemma_model():
+    """Return a small Gemma 3 with a tower."""
+    made = gemma_processor()
+    others = {"image_token_id": made.tokenizer.image_token_id, "mm_tokens_per_image": GEMMA_TOKENS}
+    found = _image_model("gemma3", "gemma3_text", made, others, {})
+    torch.nn.init.normal_(found.model.multi_modal_projector.mm_input_projection_weight, generator=torch.Generator())
+    return found
 
 
 def pictures(count=12, *, preferred=False):
