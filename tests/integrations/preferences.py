@@ -120,11 +120,19 @@ def gemma_processor(*, pan_and_scan=False):
     for name, word in GEMMA_WORDS.items():
         setattr(words, name, word)
         setattr(words, f"{name}_id", words.convert_tokens_to_ids(word))
-    crops = {"pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 2, "pan_and_scan_min_ratio_to_activate": 1.2}
+    crops = {
+        "pan_and_scan_min_crop_size": 8,
+        "pan_and_scan_max_num_crops": 2,
+        "pan_and_scan_min_ratio_to_activate": 1.2,
+    }
     of_images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=pan_and_scan, **crops)
     template = IMAGE_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", GEMMA_WORDS["boi_token"])
     made = Gemma3Processor(of_images, words, chat_template=template, image_seq_length=GEMMA_TOKENS)
-    made.images_kwargs = {"do_convert_rgb": True, "do_pan_and_scan": pan_and_scan, **crops}  # a call's, over those above
+    made.images_kwargs = {
+        "do_convert_rgb": True,
+        "do_pan_and_scan": pan_and_scan,
+        **crops,
+    }  # a call's, over those above
     return made
 
 

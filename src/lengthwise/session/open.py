@@ -161,9 +161,11 @@ def _read(settings: SessionSettings, ranks: SessionRanks) -> tuple[SessionSettin
     if not is_cut:  # else every rank may read its own rows
         on_first_rank(transport, settings.stored.check_room)
     model, rows = settings.stored.read(settings.text, transport, is_cut=is_cut, stages=stages)
-    if settings.stored.sees:
-        towers = left_alone(model).values()
-        share_values(whole_model(model), transport, towers, dtype=None, device=settings.device)
+    if settings.stored.sees:  # the run's dtype if it has the values of the towers, which are saved as they were
+        towers, narrow, wide = left_alone(model).values(), settings.stored.dtype, settings.stored.source.dtype
+        is_exact = from_first(transport, lambda: all(torch.equal(each.to(narrow).to(each), each) for each in towers))
+        dtype = narrow if is_exact else wide
+        share_values(whole_model(model), transport, towers, dtype=dtype, device=settings.device)
     return replace(settings, model=model, text=model), rows
 
 
