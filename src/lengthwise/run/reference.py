@@ -24,6 +24,7 @@ from lengthwise.models import (
     keep_double,
     plain_output,
     token_loss,
+    whole_model,
 )
 from lengthwise.models.quantized import compute_in
 
@@ -55,7 +56,7 @@ def plain_gradients(
     position meet labels of all but the first. processor: name of the image processor of rows with images.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for parameter in model.parameters():
+    for parameter in (whole_model(model) if processor else model).parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     compute_in(model, dtype)
