@@ -1,6 +1,7 @@
 """A run file whose rows have images: trained as one plain process does, compared by verify, and files named."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +9,16 @@ import torch
 from PIL import Image
 from testing.images import image_tokenizer, write_image_model
 from testing.small import plain_training, relative
+from testing.towers import tiny_tower_config
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from lengthwise.config import DataSource
+from lengthwise.core.errors import LengthwiseError
 from lengthwise.data import load_dataset, load_tokenizer
+from lengthwise.data.dataset import DatasetBuilder
+from lengthwise.data.image_files import ImageFile
+from lengthwise.engine.batch import ReadsFiles, StepBatch
+from lengthwise.program import Segment
 from lengthwise.run import verify_batch
 from run.small_runs import call, losses, train, write_run
 from tiers import more
@@ -100,6 +107,27 @@ def test_a_broken_image_ends_the_run_with_its_row_and_file(run_file, capfd):
     assert "pictures/2.png: image file is truncated" in said
 
 
-def test_stages_refuse_rows_with_images_before_they_start(run_file, capfd):
-    assert call("train", run_file, "--ranks", 2, "--set", "stages=2") != 0
-    assert "train.jsonl:1: expected a row of text, for `stages`" in " ".join(capfd.readouterr().err.split())
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ("stages=2", "a row of text, for `stages`"),
+        ("model=other", "a row of text, or a model of qwen2_vl, .*; got one with images, for gemma3"),
+    ],
+)
+def test_rows_with_images_that_cannot_train_are_refused_before_the_start(run_file, capfd, asked, expected):
+    tiny_tower = tiny_tower_config("gemma3", "gemma3_text", {"vocab_size": 400})
+    AutoModelForImageTextToText.from_config(tiny_tower).save_pretrained(run_file.parent / "other")
+    tokenizer = f"tokenizer={run_file.parent / 'model'}"
+    assert call("train", run_file, "--ranks", 2, "--set", asked.replace("=o", f"={run_file.parent}/o"), tokenizer) != 0
+    assert re.search(f"train.jsonl:1: expected {expected}", " ".join(capfd.readouterr().err.split()))
+
+
+def test_the_token_of_an_image_is_refused_in_a_row_of_text_beside_rows_with_images():
+    builder, ids, reader = DatasetBuilder(), np.array([1, 7, 2], dtype=np.int32), SimpleNamespace(token=7)
+    builder.start_source("mine", "mine", None)
+    builder.add(ids, None, None, [ImageFile("a.png", "", (2, 2))])
+    builder.add(ids, None)
+    batch = StepBatch(builder.finish(), [0, 1], placeholders={7: "image_token_id"}, sees=ReadsFiles(reader, None))
+    assert batch.tensors([Segment(sequence=0, start=0, stop=3)])[0].tolist() == ids.tolist()
+    with pytest.raises(LengthwiseError, match="got the token 7, which stands for an image"):
+        batch.tensors([Segment(sequence=1, start=0, stop=3)])

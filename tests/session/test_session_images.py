@@ -103,6 +103,22 @@ def test_answers_about_an_image_share_its_tokens_and_adapters_train(family, spec
         assert max(found) < 1e-11
 
 
+@pytest.mark.parametrize(("family", "common"), [("gemma3", 20), ("mistral3", 20 + 4 + 1)])
+def test_a_prefix_ends_before_images_that_see_each_other_if_one_differs(family, common):
+    """They touch in Gemma 3, where the tokens of the first depend on the second; text parts them in others."""
+    model = image_model(family)
+    rows = [image_rows(model, [[20, (4, 4), (4, 4), 9]])[0] for _ in range(2)]
+    rows[1]["pixel_values"] = rows[1]["pixel_values"].clone()
+    rows[1]["pixel_values"][1] += 1
+    for row in rows:
+        row["labels"] = torch.where(
+            torch.arange(len(row["input_ids"])) < len(row["input_ids"]) - 6, -100, row["labels"]
+        )
+    shared = RowBatch(rows, reader=image_reader(text_part(model))).shared_prefixes()
+    assert shared is not None
+    assert shared.common == (0, common)
+
+
 ALONE = [[5, (4, 4), 50], [2, (4, 6), 30], [1, (8, 8), 3]]
 TEXT = [[3], [7], [30]]
 

@@ -48,11 +48,7 @@ def all_terms_cost(
     held_keys = shape.key_width / stages  # numbers of all layers
     exchanged = 2 * (shape.query_width / stages + held_keys)  # q, out; k, v
     ring_forward = 1 / (2 + GRADIENT_BYTES / dtype_bytes)  # once forward; once more and the gradients backward
-    linear, linear_forward = 1.0, 1 / 3
-    if adapters is not None:  # a third of the linear work makes the weights' gradients
-        added = adapters / shape.linear_params
-        linear = 2 / 3 + added
-        linear_forward = (1 + added) / 3 / linear
+    linear, linear_forward = _linear_work(shape, adapters)
     forward = PassShares(
         attention=1 / (1 + _BACKWARD_ATTENTION), linear=linear_forward, ring=ring_forward, exchange=0.5
     )
@@ -94,6 +90,15 @@ def all_terms_cost(
         + ("" if adapters is None else f" adapters {adapters}")
         + ("" if quantization is None else f" {quantization}"),
     )
+
+
+def _linear_work(shape: ModelShape, adapters: int | None) -> tuple[float, float]:
+    """Return the linear work over that of a model that trains, and the share of it in forward."""
+    if adapters is None:
+        return 1.0, 1 / 3
+    added = adapters / shape.linear_params
+    linear = 2 / 3 + added  # a third makes the weights' gradients
+    return linear, (1 + added) / 3 / linear
 
 
 def _unpacking_seconds(shape: ModelShape, hardware: Hardware, quantization: str | None) -> float:

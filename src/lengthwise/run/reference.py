@@ -56,11 +56,12 @@ def plain_gradients(
     position meet labels of all but the first. processor: name of the image processor of rows with images.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for parameter in (whole_model(model) if processor else model).parameters():
+    device, wide = next(model.parameters()).device, torch.promote_types(dtype, torch.float32)
+    made = _image_processor(processor) if any(dataset.images(i) for i in ids) else None
+    for parameter in (model if made is None else whole_model(model).to(device)).parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
     compute_in(model, dtype)
-    device, wide = next(model.parameters()).device, torch.promote_types(dtype, torch.float32)
     gradients = {name: torch.zeros_like(parameter, dtype=wide) for name, parameter in trained.items()}
     loss_sum = 0.0
     rows = [dataset.read(i, 0, int(dataset.lengths[i])) for i in ids]
@@ -68,7 +69,7 @@ def plain_gradients(
         [torch.from_numpy(values.astype("int64")).to(device) for values in each] for each in zip(*rows, strict=True)
     )
 
-    images = [_plain_images(model, processor, dataset, i, each) for i, each in zip(ids, sequences, strict=True)]
+    images = [_plain_images(model, made, dataset, i, each) for i, each in zip(ids, sequences, strict=True)]
 
     def run(number: int) -> Any:
         return plain_output(model, sequences[number], **images[number]())
@@ -99,18 +100,17 @@ def _plain_weights(dataset: Dataset, row: int, labels: Tensor) -> Tensor:
     return torch.tensor(weights, device=labels.device)
 
 
-def _plain_images(
-    model: Any, processor: str, dataset: Dataset, row: int, ids: Tensor
-) -> Callable[[], Mapping[str, Tensor]]:
-    """Return a function that reads a row's images, as transformers' image processor gives them to the model."""
+def _image_processor(name: str) -> Any:
+    return AutoImageProcessor.from_pretrained(name, local_files_only=only_cached(name), trust_remote_code=False)
+
+
+def _plain_images(model: Any, made: Any, dataset: Dataset, row: int, ids: Tensor) -> Callable[[], Mapping[str, Tensor]]:
+    """Return a function that reads a row's images, as transformers' image processor `made` gives them to the model."""
 
     def read() -> Mapping[str, Tensor]:
         paths = [each.path for each in dataset.images(row)]
         if not paths:
             return {}
-        made: Any = AutoImageProcessor.from_pretrained(
-            processor, local_files_only=only_cached(processor), trust_remote_code=False
-        )
         found = made(images=[load_image(path) for path in paths], return_tensors="pt")
         kinds = (ids == model.whole.config.image_token_id).int()[None]
         return {**{name: each.to(ids.device) for name, each in found.items()}, "mm_token_type_ids": kinds}
