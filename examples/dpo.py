@@ -1,4 +1,4 @@
-"""The training of `dpo_plain.py`, planned. Start it with python or torchrun."""
+"""`dpo_plain.py`, planned: `torchrun --nproc-per-node 8 dpo.py`."""
 
 import os
 

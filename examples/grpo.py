@@ -1,4 +1,4 @@
-"""The training of `grpo_plain.py`, planned. Start it with python or torchrun."""
+"""`grpo_plain.py`, planned: `torchrun --nproc-per-node 8 grpo.py`."""
 
 import os
 

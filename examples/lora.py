@@ -1,4 +1,4 @@
-"""The training of `lora_plain.py`, planned. Start it with python or torchrun."""
+"""`lora_plain.py`, planned: `torchrun --nproc-per-node 8 lora.py`."""
 
 import os
 

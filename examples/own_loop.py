@@ -1,4 +1,4 @@
-"""The loop of `own_loop_plain.py`, planned. Start it with python or torchrun."""
+"""`own_loop_plain.py`, planned: `torchrun --nproc-per-node 8 own_loop.py`."""
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, get_scheduler

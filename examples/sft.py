@@ -1,4 +1,4 @@
-"""The training of `sft_plain.py`, planned. Start it with python or torchrun."""
+"""`sft_plain.py`, planned: `torchrun --nproc-per-node 8 sft.py`."""
 
 import os
 

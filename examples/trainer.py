@@ -1,4 +1,4 @@
-"""The training of `trainer_plain.py`, planned. Start it with python or torchrun."""
+"""`trainer_plain.py`, planned: `torchrun --nproc-per-node 8 trainer.py`."""
 
 import os
 

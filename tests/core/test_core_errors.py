@@ -1,13 +1,10 @@
 """Errors in the names of a command, several at once, and the nearest of the names that there are."""
 
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 
-from lengthwise.core.errors import ConfigError, PlanError, Problems
+from lengthwise.core.errors import ConfigError, PlanError, Problems, short_traceback
 from lengthwise.core.names import did_you_mean
 
 NAMES = {"ranks": "--ranks", "capacity_tokens": "--capacity", "speeds": "--speeds", "skip_empty": "give --empty skip"}
@@ -73,21 +70,15 @@ def test_did_you_mean_asks_only_for_what_may_have_been_meant(typed: str, asked: 
     assert did_you_mean(typed, ["h100", "bytescale-gpu", "cpu"]) == asked
 
 
-@pytest.mark.parametrize(
-    ("rank", "what", "shown"),
-    [
-        ("1", "error", "rank 1: error[config] lr: expected 1; got 2. Take 1. | error[config] lr: expected 1; got 2. "),
-        ("1", "error from ValueError(3)", "ValueError: 3\n\nThe above exception was the direct cause"),
-    ],
-)
-def test_an_error_of_ours_ends_a_script_without_a_traceback(rank: str, what: str, shown: str) -> None:
-    script = (
-        "from lengthwise.core.errors import ConfigError, Problems\n"
-        "from lengthwise.core.uncaught import report_in_a_line\n"
-        "report_in_a_line()\n"
-        "error = Problems([ConfigError('lr', expected='1', got='2', remedy='Take 1.')] * 2)\n"
-        f"raise {what}\n"
-    )
-    run = [sys.executable, "-c", script]
-    ended = subprocess.run(run, env={**os.environ, "RANK": rank}, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr.startswith(shown)) == (1, True), ended.stderr
+@pytest.mark.parametrize(("cause", "frames"), [(None, ["test_", "call"]), (ValueError(3), ["test_", "call", "fail"])])
+def test_an_error_of_ours_shows_no_frame_below_the_public_call_unless_another_caused_it(cause, frames) -> None:
+    @short_traceback
+    def fail() -> None:
+        raise error("lr") from cause
+
+    with pytest.raises(PlanError) as raised:
+        fail()
+    names = [each.name for each in raised.traceback]
+    assert len(names) == len(frames)
+    assert all(name.startswith(start) for name, start in zip(names, frames, strict=True))
+    assert raised.value.__cause__ is cause

@@ -13,6 +13,8 @@ import pytest
 from testing.small import relative
 from trainers import in_trainers
 
+from tiers import some
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGES = {
@@ -50,8 +52,7 @@ def numbers(text):
     return [float(each) for each in re.findall(r"\b(?:loss|grad_norm|norm)'?:? '?([\d.e-]+\d)", text)]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("example", PAGES)
+@pytest.mark.parametrize("example", some(PAGES, 0, 3))
 def test_an_example_says_what_its_plain_form_says(example, tmp_path):
     expected = said(f"{example}_plain", 1, tmp_path)
     assert len(expected) >= 6

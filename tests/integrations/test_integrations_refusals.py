@@ -146,6 +146,7 @@ def test_wrong_arguments_of_the_session_are_refused_beside_the_trainers_when_it_
     args.fp16 = True
     with pytest.raises(Problems) as raised:
         planned(args, **wrong)
+    assert [each.path.name for each in raised.traceback][2:] == ["errors.py"]  # none of ours below
     assert {each.where for each in raised.value.problems} == {"fp16", *wrong}
     with pytest.raises(Problems) as raised:
         PlannedTrainer(model=small_model(torch.float32), **wrong)

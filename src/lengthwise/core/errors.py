@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 _CODE_LINE = re.compile(r"\n(?=    )")  # in a remedy
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)(?:\|([^{}]+))?\}")
@@ -197,6 +199,21 @@ def raise_problems(problems: Sequence[LengthwiseError]) -> None:
         raise problems[0]
     if problems:
         raise Problems(problems)
+
+
+def short_traceback(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Make a public call raise errors of ours without the frames below it: their text says what to change."""
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        try:
+            return function(*args, **kwargs)
+        except LengthwiseError as error:
+            if error.__cause__ is not None:  # it may be the user's own error
+                raise
+            raise error.with_traceback(None) from None
+
+    return call
 
 
 def as_values(problems: Sequence[LengthwiseError]) -> list[tuple[str, ...]]:

@@ -12,8 +12,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin  # pyright: ignore[reportMissingImports] - not in the development tools
 from axolotl.utils.logging import get_logger  # pyright: ignore[reportMissingImports]
 
-from lengthwise.core.errors import ConfigError
-from lengthwise.core.uncaught import report_in_a_line
+from lengthwise.core.errors import ConfigError, short_traceback
 from lengthwise.integrations.axolotl_settings import LengthwiseArgs
 
 _LOG = get_logger("axolotl.lengthwise")  # axolotl shows its own names only
@@ -27,7 +26,6 @@ class LengthwisePlugin(BasePlugin):
 
     def register(self, cfg: Any) -> None:
         """Keep axolotl from choosing kernels for LoRA, in the raw values of a file."""
-        report_in_a_line()
         for name in _FUSED:
             if cfg.get(name) is None:
                 cfg[name] = False
@@ -50,6 +48,7 @@ class LengthwisePlugin(BasePlugin):
         """Return what a planned trainer needs: a token counts the same on every rank, and padding has its mask."""
         return {"average_tokens_across_devices": True, "sample_packing_drop_attention_mask": False}
 
+    @short_traceback
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
         """Say that the run is planned.
 

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
-from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
-from lengthwise.core.uncaught import report_in_a_line
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems, short_traceback
 from lengthwise.integrations.accelerators import leave_data_and_gradients
 from lengthwise.integrations.arguments import (
     WITH_PARTS,
@@ -68,8 +67,8 @@ class PlannedTrainerMixin(_Base):
         ConfigError, Problems: arguments that would not keep their meaning; one message has all.
     """
 
+    @short_traceback
     def __init__(self, *args: Any, **options: Unpack[TrainerOptions]) -> None:
-        report_in_a_line()
         refuse_mixed(type(self))
         kwargs: dict[str, Any] = dict(options)
         if "recompute" in kwargs:
@@ -202,6 +201,7 @@ class PlannedTrainerMixin(_Base):
 
     # A step.
 
+    @short_traceback
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """Train as Trainer does."""
         try:
@@ -316,6 +316,7 @@ class PlannedTrainerMixin(_Base):
 
     # Evaluation.
 
+    @short_traceback
     def evaluation_loop(
         self,
         dataloader: Any,

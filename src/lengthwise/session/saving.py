@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from lengthwise.comm import Transport, on_first_rank
-from lengthwise.core.errors import ConfigError, OutputError
+from lengthwise.core.errors import ConfigError, OutputError, short_traceback
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.models import save_model
 from lengthwise.session.agreement import Agreement
@@ -38,6 +38,7 @@ class SavedSession:
         """The steps made so far."""
         return self.runner.steps
 
+    @short_traceback
     def save(self, folder: str | Path, *, background: bool = False) -> None:
         """Write the state into a folder, for `load` on any number of ranks. Collective.
 
@@ -55,6 +56,7 @@ class SavedSession:
         self._agree(f"save after step {self.steps}", folder=str(path), background=background)
         save(self.runner.writer, trained, path, self.steps, claims=self._claims, background=background)
 
+    @short_traceback
     def load(self, folder: str | Path) -> None:
         """Continue from a folder that `save` or `lengthwise train` wrote, or from a plain loop's file. Collective.
 
@@ -72,6 +74,7 @@ class SavedSession:
         steps = load(self._transport, trained, path)
         self.runner.steps = self.steps if steps is None else steps
 
+    @short_traceback
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the model, or peft's adapters, as Hugging Face's `save_pretrained` does; rank 0 writes. Collective.
 

@@ -19,7 +19,7 @@ from typing import Any, Unpack
 from torch import Tensor, nn
 
 from lengthwise.checkpoint import SliceWriter
-from lengthwise.core.uncaught import report_in_a_line
+from lengthwise.core.errors import short_traceback
 from lengthwise.cost.rank_speeds import RanStep
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer
@@ -88,6 +88,7 @@ class Session(SavedSession):
         MemoryShortage: capacity_tokens is auto, and 128 tokens do not fit; another session then needs a new optimizer.
     """
 
+    @short_traceback
     def __init__(
         self,
         model: nn.Module | StoredModel,
@@ -100,7 +101,6 @@ class Session(SavedSession):
         ranks: SessionRanks | None = None,
         **settings: Unpack[SessionOptions],
     ) -> None:
-        report_in_a_line()
         self._known_losses, self._iterators = deque[object](maxlen=8), StepsOfIterators()
         self._closing, self._is_closed, self._has_said = ExitStack(), False, False
         self._claims = Claims()
@@ -167,6 +167,7 @@ class Session(SavedSession):
         self.planning.of(loss)
         self.planning.expects = loss
 
+    @short_traceback
     def backward(
         self,
         sequences: Sequence[Row] | PlannedStep,
@@ -200,6 +201,7 @@ class Session(SavedSession):
             result = self.runner.backward(planned, objective, check=check)
         return self._made(result, start)
 
+    @short_traceback
     def backward_by_sequence(
         self,
         sequences: Sequence[Row] | PlannedStep,
@@ -236,6 +238,7 @@ class Session(SavedSession):
             result = self.runner.backward(planned, watched, before=first, loss=loss, check=check)
         return self._made(result, start)
 
+    @short_traceback
     def token_values(self, sequences: Sequence[Row] | PlannedStep, values: TokenValues | None = None) -> list[Tensor]:
         """Return the `values` of all tokens, one tensor (length, ...) a sequence, on every rank. Collective."""
         check_kinds(values=values)
@@ -245,6 +248,7 @@ class Session(SavedSession):
             found, sums, _ = gather(self.engine, planned, values, "token", name, step=self.steps)
         return list(found.gathered.handed_on(sums))
 
+    @short_traceback
     def evaluate(
         self,
         sequences: Sequence[Row] | PlannedStep,
@@ -279,6 +283,7 @@ class Session(SavedSession):
             while (planned := steps.next(f"step {(number := number + 1)}")) is not None:
                 yield planned
 
+    @short_traceback
     def clip_grad_norm_(self, limit: float) -> float:
         """Scale the gradients as torch.nn.utils.clip_grad_norm_ does; return their norm before. Collective.
 
@@ -291,6 +296,7 @@ class Session(SavedSession):
         trained.scale_gradients(clip_factor(limit, norm))
         return norm
 
+    @short_traceback
     def sum_over_ranks(self, numbers: Tensor) -> Tensor:
         """Replace a loop's own numbers by their sums over the ranks; return them. Collective, between steps."""
         check_kinds(numbers=numbers)
