@@ -11,7 +11,7 @@ from cost.measured_samples import SHAPE, base, measurements_of, sample, samples_
 from lengthwise.core.errors import ConfigError
 from lengthwise.cost import Choice, Link
 from lengthwise.cost.ending import Ending
-from lengthwise.cost.fit import fit_samples, with_terms
+from lengthwise.cost.fit import block_curves, fit_samples, with_terms
 from lengthwise.cost.hardware import named_hardware
 from lengthwise.cost.measured import measured_cost
 from properties import costliest
@@ -127,3 +127,14 @@ def test_the_step_end_is_what_was_measured():
     assert cost.step_end_seconds(4) == pytest.approx(bytes_moved * 3 / 4 / 3e8 + 0.02 / 4 + 1e-3)
     assert base().step_end_seconds(1) == 0
     assert SHAPE.name in cost.version
+
+
+@pytest.mark.parametrize("tokens", [(64, 128), (32, 64, 128, 256), (128, 1024)])
+def test_curves_of_a_noisy_machine_make_a_hardware_description(tokens):
+    """Either curve may bend where the other does not."""
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        found = [sample("block", number**2 * random.uniform(0.1, 1), (number,)) for number in (32, 128, 256)]
+        found += [sample("ring_block", number**2 * random.uniform(0.1, 1), (number,)) for number in tokens]
+        documents, rings = block_curves(found)
+        replace(named_hardware("cpu"), block_efficiency=documents, ring_efficiency=rings)

@@ -242,11 +242,13 @@ def block_curves(samples: Sequence[Sample]) -> tuple[Curve, Curve]:
         share, curve = 1.0, list[tuple[float, float]]()
         for tokens in sorted(speeds, reverse=True):
             share = min(share, speeds[tokens] / largest)
-            if curves:
-                share = min(share, float(speed_shares(curves[0], np.array(2.0 * tokens))))
             curve.insert(0, (float(tokens), share if curve else 1.0))
         curves.append(tuple(curve))
     documents, rings = curves
+    if rings:  # no faster than a document of twice its tokens, wherever one of the two curves bends
+        points = np.unique([*(tokens for tokens, _ in rings), *(tokens / 2 for tokens, _ in documents)])
+        shares = np.minimum(speed_shares(rings, points), speed_shares(documents, 2 * points))
+        rings = tuple(zip(points.tolist(), shares.tolist(), strict=True))
     return documents, rings
 
 
