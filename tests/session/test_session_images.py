@@ -163,6 +163,8 @@ def test_a_tower_that_no_optimizer_has_gets_no_gradients_and_other_images_make_o
     assert RowBatch(first, reader=reader).identity != RowBatch(other, reader=reader).identity
     with Session(model, SGD(own), capacity_tokens=64) as session:
         assert session.backward(first).loss != session.backward(other).loss
+        (planned,) = session.batches([first])
+        assert planned.plan.images[0].total > 0, "plans count the tower's work"
     assert [name for name, each in model.model.visual.named_parameters() if each.grad is not None] == []
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, NamedTuple, TypeAlias
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.files import is_deeper, unique_keys
@@ -76,13 +76,28 @@ class Microbatch:
         return tuple(sorted({rank for piece in self.pieces for rank in piece.ranks}))
 
 
+class ImageWork(NamedTuple):
+    """The work of a model's tower on images, in tokens of the linear work of its decoder.
+
+    total: on all images of a sequence. largest: on one of them; a rank that holds one of its tokens does all of it.
+    """
+
+    total: float = 0.0
+    largest: float = 0.0
+
+
+Images: TypeAlias = Sequence[Sequence[tuple[int, float]]]
+"""For each sequence (first token, work) of its images, as in `ImageWork`; () if none has any."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The ordered microbatches of one step.
 
     tokens: length of each sequence. parents: per sequence, the sequence that it continues, or None; () if none does. A
-    sequence sees all tokens of those that it continues. notes: facts that running it does not need (planner, predicted
-    seconds, bound), written as extra top-level keys.
+    sequence sees all tokens of those that it continues. images: the work of a tower on each sequence's images, for
+    costs; () if none has images. notes: facts that running it does not need (planner, predicted seconds, bound),
+    written as extra top-level keys.
     """
 
     ranks: int
@@ -93,6 +108,7 @@ class Plan:
     schedule: Mapping[str, Any] = field(default_factory=lambda: {"kind": "free"})
     requires: tuple[str, ...] = ()
     parents: tuple[int | None, ...] = ()
+    images: tuple[ImageWork, ...] = ()
     notes: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -130,6 +146,7 @@ class Plan:
             "capacity": self.capacity,
             "tokens": list(self.tokens),
             **({"parents": list(self.parents)} if self.parents else {}),
+            **({"images": [list(each) for each in self.images]} if self.images else {}),
             "schedule": dict(self.schedule),
         }
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in {**head, **self.notes}.items()]
@@ -201,18 +218,20 @@ def _read_plan(text: str, where: str) -> Plan:
     rows = raw.get("microbatches")
     if not isinstance(rows, list):
         raise _refuse(f"{where}: microbatches", "a list", rows)
-    known = {"schema", "requires", "ranks", "layers", "capacity", "tokens", "parents", "schedule", "microbatches"}
+    known = {"schema", "microbatches", *(each.name for each in fields(Plan))} - {"notes"}
     notes = {key: value for key, value in raw.items() if key not in known}
     if is_deeper([notes, schedule], _MOST_DEPTH):  # writing and pickling the plan recurse
         raise _refuse(where, f"notes of at most {_MOST_DEPTH} levels", "deeper nesting")
+    tokens = _wholes(raw.get("tokens"), f"{where}: tokens", least=1)
     return Plan(
         ranks=_whole(raw.get("ranks"), f"{where}: ranks", least=1),
         layers=_whole(raw.get("layers"), f"{where}: layers", least=1),
         capacity=_whole(raw.get("capacity"), f"{where}: capacity", least=1),
-        tokens=_wholes(raw.get("tokens"), f"{where}: tokens", least=1),
+        tokens=tokens,
         schedule=schedule,
         requires=tuple(requires),
         parents=_read_parents(raw.get("parents"), f"{where}: parents"),
+        images=_read_images(raw.get("images", []), f"{where}: images", len(tokens)),
         microbatches=tuple(_read_microbatch(row, f"{where}: microbatch {i}") for i, row in enumerate(rows)),
         notes=notes,
     )
@@ -224,6 +243,15 @@ def _read_parents(value: object, where: str) -> tuple[int | None, ...]:
     if not isinstance(value, list) or not value:
         raise _refuse(where, "a list with a sequence or null for each sequence", value)
     return tuple(None if one is None else _whole(one, f"{where}[{i}]", least=0) for i, one in enumerate(value))
+
+
+def _read_images(value: object, where: str, sequences: int) -> tuple[ImageWork, ...]:
+    if not isinstance(value, list) or len(value) not in (0, sequences):
+        raise _refuse(where, f"a list with an entry for each of {sequences} sequences", value)
+    for i, each in enumerate(value):
+        if not (isinstance(each, list) and len(each) == 2 and all(is_number(x) and 0 <= x <= MOST for x in each)):
+            raise _refuse(f"{where}[{i}]", f"two numbers from 0 to {MOST}", each)
+    return tuple(ImageWork(*each) for each in value)
 
 
 def _read_microbatch(row: object, where: str) -> Microbatch:

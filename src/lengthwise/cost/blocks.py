@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lengthwise.cost.links import Floats
 
@@ -25,11 +26,16 @@ def seen_blocks(
         seen = seen - share * np.maximum(0.0, tokens - window) ** 2  # s^2 - (2 s w - w^2)
     if not trees:
         return [(seen, tokens)]
-    lengths, *columns = np.array(trees).T
-    place = np.minimum(np.searchsorted(lengths, tokens), len(lengths) - 1)
-    is_tree, (own, own_block, shared, block) = lengths[place] == tokens, np.array(columns)[:, place]
+    is_tree, (own, own_block, shared, block, *_) = of_trees(tokens, trees)
     inside = np.where(is_tree, own, seen), np.where(is_tree, own_block, tokens)
     return [inside, (np.where(is_tree, shared, 0.0), block)]
+
+
+def of_trees(tokens: Floats, trees: Sequence[tuple[float, ...]]) -> tuple[NDArray[np.bool_], Floats]:
+    """Return which lengths are those of trees, and the columns of `Cost.trees` after the lengths, at each."""
+    lengths, *columns = np.array(trees).T
+    place = np.minimum(np.searchsorted(lengths, tokens), len(lengths) - 1)
+    return lengths[place] == tokens, np.array(columns)[:, place]
 
 
 def speed_shares(curve: Curve, tokens: Floats) -> Floats:

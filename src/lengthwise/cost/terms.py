@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
-from lengthwise.cost.blocks import Curve, seen_blocks, speed_shares
+from lengthwise.cost.blocks import Curve, of_trees, seen_blocks, speed_shares
 from lengthwise.cost.checks import check_seconds, refused
 from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
@@ -71,8 +71,9 @@ class Cost:
     stage_bytes: bytes per token of activations sent from a stage to the next, between nodes.
     embedding_seconds, head_seconds: parts of `linear_seconds` of all stages, to cut layers; 0 if not measured.
     choices: choices of pieces without a given `Choice`.
-    trees: sequences that continue others and count together as one (`cost.trees`), by length: each with its length, the
-        squared tokens inside of its sequences, the tokens of a block of these, and the same two between its sequences.
+    trees: sequences that continue others and count together as one, and those with images (`cost.trees`), by length:
+        length, squared tokens inside of its sequences, the tokens of a block of these, the same two between its
+        sequences, and `ImageWork`.
 
     Raises:
         ConfigError: a coefficient that is negative or not finite, all of them zero, or invalid links.
@@ -112,7 +113,7 @@ class Cost:
     embedding_seconds: float = 0.0
     head_seconds: float = 0.0
     choices: Choices = _NOTHING
-    trees: tuple[tuple[float, float, float, float, float], ...] = ()
+    trees: tuple[tuple[float, float, float, float, float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
         coefficients = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_seconds")}
@@ -209,7 +210,7 @@ class Cost:
             parts, held = parts_by_shares([int(each) for each in lengths], degree, shares)
             attention, diagonal, own = attention * degree * parts, diagonal * degree * parts, degree * held
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
-        linear = self._linear(own, degree) / speed
+        linear = self._linear(own, degree, float(np.sum(self.linear_tokens(tokens, degree))) * own / total) / speed
         part = _Part(own, attention / speed, diagonal / speed, linear, len(tokens))
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
@@ -229,7 +230,7 @@ class Cost:
     def compute_seconds(self, lengths: Whole) -> Floats:
         """Return the arithmetic in seconds, entry i of `lengths[i]` on one rank; cutting never reduces the sum."""
         tokens = lengths.astype(np.float64)
-        attention, linear = self.attention_seconds(tokens, 1), self.linear_seconds * tokens
+        attention, linear = self.attention_seconds(tokens, 1), self.linear_seconds * self.linear_tokens(tokens, 1)
         if not self.chooses:
             return attention + linear
         passes = self.passes(self.choices.recompute)
@@ -332,7 +333,8 @@ class Cost:
     def free_offload(self, lengths: Whole, degrees: Whole) -> Floats:
         """Return the largest ratio whose copies hide behind compute, entry i of sequence i over its degree: Eq. 3."""
         tokens, recompute = lengths.astype(np.float64), self.choices.recompute
-        attention, linear = self.attention_seconds(tokens, degrees) / degrees, self.linear_seconds * tokens / degrees
+        attention = self.attention_seconds(tokens, degrees) / degrees
+        linear = self.linear_seconds * self.linear_tokens(tokens, degrees) / degrees
         first, *others = (each.attention * attention + each.linear * linear for each in self.passes(recompute))
         copies = self.copy_seconds(tokens / degrees, Choice(offload=1.0, recompute=recompute))
         return np.minimum(1.0, np.minimum(first, sum(others)) / np.maximum(copies, 1e-300))  # without copies: 1
@@ -361,7 +363,8 @@ class Cost:
         return least_reach(degree, heads, node, crosses=self.crosses_node, shares_uplinks=shared)
 
     def _rings_seconds(self, tokens: Floats, degrees: Whole, choice: Choice) -> Floats:
-        part = _Part(tokens, *self._attention(tokens, degrees / choice.heads), self._linear(tokens, degrees))
+        linear = self._linear(tokens, degrees, self.linear_tokens(tokens, degrees))
+        part = _Part(tokens, *self._attention(tokens, degrees / choice.heads), linear)
         return self._seconds(part, tokens, degrees, choice, self.reach(degrees, choice.heads))
 
     def _seconds(self, part: _Part, total: Numbers, degree: Numbers, choice: Choice, reach: Reach) -> Numbers:
@@ -388,9 +391,20 @@ class Cost:
         )
         return passes_seconds(self.passes(choice.recompute), work, by_ring_step=self.stages > 1 or self.shares_uplinks)
 
-    def _linear(self, tokens: Numbers, degree: Numbers) -> Numbers:
-        """Return the seconds of linear work on tokens of sequences that are cut over `degree` ranks, or whole."""
-        return (self.linear_seconds + self.cut_seconds * (degree > 1)) * tokens
+    def linear_tokens(self, tokens: Floats, degree: Numbers) -> Floats:
+        """Return the linear work of sequence i, all `degree` ranks together, in tokens; with that on its images.
+
+        A rank does all work on each image of which it holds a token. It has two chunks, and so up to four ends of them,
+        each within an image: two images more than its part, on average.
+        """
+        if not self.trees:
+            return tokens
+        is_tree, (*_, total, largest) = of_trees(tokens, self.trees)
+        return tokens + np.where(is_tree, np.minimum(degree * total, total + 2 * degree * largest), 0.0)
+
+    def _linear(self, tokens: Numbers, degree: Numbers, work: Numbers) -> Numbers:
+        """Return the seconds of linear work of sequences that are cut over `degree` ranks, or whole, in tokens."""
+        return self.linear_seconds * work + self.cut_seconds * (degree > 1) * tokens
 
     def _groups(self, degree: int) -> list[int]:
         most = min(degree, self.heads) if self.choices.splits_heads else 1

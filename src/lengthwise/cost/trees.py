@@ -1,7 +1,8 @@
-"""Costs of sequences that continue others: a tree of them counts as one sequence of all its tokens.
+"""Costs of sequences that continue others, and of those with images.
 
-Planners, scores and the simulator know a sequence by its length. A tree gets a length of its own, and `Cost.trees` says
-how many pairs of tokens it sees, in blocks of which size: both are less than those of one sequence of this length.
+Planners, scores and the simulator know a sequence by its length. Sequences that continue others are a tree, which
+counts as one sequence of all its tokens; one with images is a tree of itself. A tree gets a length of its own, and
+`Cost.trees` says how many pairs of tokens it sees, in blocks of which size, and the work on its images.
 """
 
 from __future__ import annotations
@@ -13,21 +14,31 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.core.plan import Plan
+from lengthwise.core.plan import ImageWork, Plan
 from lengthwise.cost.terms import Cost
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Sequences in the order in which a piece lists them. spans: positions (first, stop) of the tokens of each."""
+    """Sequences in the order in which a piece lists them.
+
+    spans: positions (first, stop) of the tokens of each. images: work on the images of each, () without.
+    """
 
     sequences: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
+    images: tuple[ImageWork, ...] = ()
 
     @property
     def tokens(self) -> int:
         """Tokens of all its sequences."""
         return sum(stop - first for first, stop in self.spans)
+
+    @property
+    def work(self) -> ImageWork:
+        """Work on the images of all its sequences."""
+        totals, largest = zip(ImageWork(), *self.images, strict=True)
+        return ImageWork(sum(totals), max(largest))
 
 
 def lengths_of(trees: Sequence[Tree], cost: Cost, most_tokens: float = math.inf) -> tuple[tuple[int, ...], Cost]:
@@ -36,16 +47,18 @@ def lengths_of(trees: Sequence[Tree], cost: Cost, most_tokens: float = math.inf)
     A length is the number of tokens. A tree gets some tokens more if a tree of another shape has this length, up to
     `most_tokens`: more might not fit on a rank, so trees of this length are priced as the first of them.
     """
-    shapes: dict[int, tuple[tuple[int, int], ...]] = {}
+    shapes: dict[int, tuple[tuple[tuple[int, int], ...], ImageWork]] = {}
     lengths = [0] * len(trees)
-    for number in sorted(range(len(trees)), key=lambda number: len(trees[number].spans)):  # plain sequences first
-        length, spans = trees[number].tokens, trees[number].spans
-        while shapes.setdefault(length, spans) != spans and length < most_tokens:
+    for number in sorted(range(len(trees)), key=lambda number: (len(trees[number].spans), trees[number].work)):
+        length, shape = trees[number].tokens, (trees[number].spans, trees[number].work)  # plain sequences came first
+        while shapes.setdefault(length, shape) != shape and length < most_tokens:
             length += 1
         lengths[number] = length
     own = replace(cost, trees=())
     known = tuple(
-        (float(each), *map(float, _attention(shapes[each], own))) for each in sorted(shapes) if len(shapes[each]) > 1
+        (float(length), *map(float, _attention(spans, own)), *map(float, work))
+        for length, (spans, work) in sorted(shapes.items())
+        if len(spans) > 1 or work.total
     )
     return tuple(lengths), replace(cost, trees=known)
 
@@ -78,7 +91,7 @@ def _depths(spans: Sequence[tuple[int, int]]) -> NDArray[np.int64]:
 
 def folded(plan: Plan, cost: Cost) -> tuple[Plan, Cost]:
     """Return a plan in which each tree is one sequence, and costs that know the trees."""
-    if not plan.parents:
+    if not plan.parents and not plan.images:
         return plan, cost
     pieces, firsts = (piece for microbatch in plan.microbatches for piece in microbatch.pieces), plan.firsts
     trees = [tree for piece in pieces for tree in _trees_of(piece.sequences, plan, firsts)]
@@ -86,11 +99,13 @@ def folded(plan: Plan, cost: Cost) -> tuple[Plan, Cost]:
     numbers = {tree.sequences[0]: (number,) for number, tree in enumerate(trees)}
     microbatches = plan.replacing(lambda sequence: numbers.get(sequence, ()))
     requires = tuple(each for each in plan.requires if each != "branches")
-    return replace(plan, tokens=lengths, parents=(), requires=requires, microbatches=microbatches), costs
+    plain = {"tokens": lengths, "parents": (), "images": (), "requires": requires}
+    return replace(plan, **plain, microbatches=microbatches), costs
 
 
 def _trees_of(sequences: Sequence[int], plan: Plan, firsts: Sequence[int]) -> Iterator[Tree]:
-    starts = [place for place, one in enumerate(sequences) if plan.parents[one] is None]
+    starts = [place for place, one in enumerate(sequences) if not plan.parents or plan.parents[one] is None]
     for start, stop in zip(starts, [*starts[1:], len(sequences)], strict=True):
         those = tuple(sequences[start:stop])
-        yield Tree(those, tuple((firsts[one], firsts[one] + plan.tokens[one]) for one in those))
+        spans = tuple((firsts[one], firsts[one] + plan.tokens[one]) for one in those)
+        yield Tree(those, spans, tuple(plan.images[one] for one in those) if plan.images else ())

@@ -19,7 +19,7 @@ def readable(path: Path) -> Iterator[None]:
     """Translate errors of the system in reading a regular file inside the block to DataError."""
     try:
         if not path.is_file():  # a pipe would block, a device would never end
-            got = "something else" if path.exists() else "nothing there"
+            got = "a folder" if path.is_dir() else "something else" if path.exists() else "nothing there"
             raise DataError(printable_name(path), expected="a regular file", got=got, remedy="Correct the path.")
         yield
     except OSError as error:

@@ -16,6 +16,7 @@ import numpy as np
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.hub_access import only_cached
+from lengthwise.core.names import counted
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.files import content_of
 
@@ -89,11 +90,12 @@ class ImageProcessor:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Repeat the token of each image by its number of tokens, without a loss, as the model's processor does.
 
-        ids, labels: int32 [tokens]. ValueError: the template has written another number of places than images.
+        ids, labels: int32 [tokens]. ValueError: the template, or a text, has written another number of places.
         """
         places = np.flatnonzero(ids == self.token)
         if len(places) != len(images):
-            raise ValueError(f"a chat template that writes {len(places)} places for {len(images)} images")
+            wrote = counted(len(places), "place")
+            raise ValueError(f"{wrote} of images by template and texts, and {counted(len(images), 'image')}")
         times = np.ones(len(ids), dtype=np.int64)
         times[places] = [each.grid[0] * each.grid[1] // self._processor.merge_size**2 for each in images]
         labels = labels.copy()

@@ -238,7 +238,10 @@ def _with_images(
 
     If no message has a part for images, those of the columns come before the text of the first user, as in TRL.
     """
-    column = next((values[name] for name in IMAGES if values.get(name) is not None), None)
+    columns = [name for name in IMAGES if values.get(name) is not None]
+    if len(columns) > 1:
+        raise refuse_row(where, "one column of images", " and ".join(f'"{name}"' for name in columns), "Join them.")
+    column = values[columns[0]] if columns else None
     given = [] if column is None else column if isinstance(column, list) else [column]
     paths = [_path(each, f'"images"[{place}]', where) for place, each in enumerate(given)]
     found = [dict(each) for each in messages]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import DataError
-from lengthwise.core.plan import Plan, line_to
+from lengthwise.core.plan import Images, Plan, line_to
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.data import NO_LOSS, Dataset
 from lengthwise.data.dataset import DatasetBuilder
@@ -61,6 +61,7 @@ class StepBatch:
     ) -> None:
         self.dataset, self.end, self._digest, self._placeholders = dataset, end, digest, placeholders
         self._sees, self._seen = sees, dict[int, RowImages | None]()
+        self._reader = None if sees is None else sees.reader
         self.ids = tuple(int(i) for i in ids)
         self.lengths = tuple(int(dataset.lengths[i]) for i in self.ids)
         self.loss_tokens = int(dataset.loss_tokens[list(self.ids)].sum())
@@ -91,12 +92,20 @@ class StepBatch:
         Raises:
             DataError: an image cannot be read, or does not fit its tokens.
         """
-        if self._sees is None:
+        if self._reader is None:
             return None
         places = list(self.places(segments))
         found = {index: self._images_of(index) for index, _, _ in places}
         rows = {index: images for index, images in found.items() if images is not None}
-        return self._sees.reader.microbatch(rows, places)
+        return self._reader.microbatch(rows, places)
+
+    def image_work(self) -> Images:
+        """Return the work on the images of each sequence; () if none has images."""
+        if self._reader is None:
+            return ()
+        rows = (self._images_of(index) for index in range(len(self.ids)))
+        found = tuple(() if row is None else self._reader.work(row) for row in rows)
+        return found if any(found) else ()
 
     def _images_of(self, index: int) -> RowImages | None:
         if index not in self._seen:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
+from lengthwise.models.image_work import tower_work
 from lengthwise.models.text_part import has_towers, left_alone, whole_model
 
 PIXELS = "pixel_values"
@@ -35,13 +36,15 @@ class _Kind:
     """How rows of a family carry images.
 
     beside: column with one entry an image, None if `pixel_values` has one. pixels: entries of `pixel_values` an image.
-    tokens: tokens of each image. has_axes: True if positions have several axes. mutual: layers in which the tokens of
-    images that nothing parts see each other in both directions: "all", "windows" or "none".
+    tokens: tokens of each image. patches: patches a token. has_axes: True if positions have several axes. mutual:
+    layers in which the tokens of images that nothing parts see each other in both directions: "all", "windows" or
+    "none".
     """
 
     beside: str | None
     pixels: Callable[[Mapping[str, Tensor]], Tensor]
     tokens: Callable[[Any, Mapping[str, Tensor], int], Tensor]
+    patches: Callable[[Any], float]
     has_axes: bool = False
     mutual: Callable[[Any], str] = lambda _config: "none"
 
@@ -71,19 +74,37 @@ def _of_patches(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tens
     return patches // config.vision_config.pooling_kernel_size**2
 
 
+def _merged(config: Any) -> float:
+    return config.spatial_merge_size**2
+
+
+def _of_side(config: Any) -> float:
+    return (config.vision_config.image_size / config.vision_config.patch_size) ** 2 / config.mm_tokens_per_image
+
+
 def _in_windows(config: Any) -> str:
     return "windows" if config.text_config.use_bidirectional_attention == "vision" else "none"
 
 
 _GRIDS = _Kind(
-    beside="image_grid_thw", pixels=lambda inputs: inputs["image_grid_thw"].prod(-1), tokens=_of_grid, has_axes=True
+    beside="image_grid_thw",
+    pixels=lambda inputs: inputs["image_grid_thw"].prod(-1),
+    tokens=_of_grid,
+    patches=lambda config: _merged(config.vision_config),
+    has_axes=True,
 )
 _KINDS = {
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _GRIDS),
-    "mistral3": _Kind(beside="image_sizes", pixels=_ones, tokens=_of_sizes),
-    "internvl": _Kind(beside=None, pixels=_ones, tokens=_of_tiles),
-    "gemma3": _Kind(beside=None, pixels=_ones, tokens=_of_config, mutual=lambda _config: "all"),
-    "gemma4": _Kind(beside=_PATCHES, pixels=_ones, tokens=_of_patches, mutual=_in_windows),
+    "mistral3": _Kind(beside="image_sizes", pixels=_ones, tokens=_of_sizes, patches=_merged),
+    "internvl": _Kind(beside=None, pixels=_ones, tokens=_of_tiles, patches=lambda config: config.downsample_ratio**-2),
+    "gemma3": _Kind(beside=None, pixels=_ones, tokens=_of_config, patches=_of_side, mutual=lambda _config: "all"),
+    "gemma4": _Kind(
+        beside=_PATCHES,
+        pixels=_ones,
+        tokens=_of_patches,
+        patches=lambda config: config.vision_config.pooling_kernel_size**2,
+        mutual=_in_windows,
+    ),
 }
 IMAGE_FAMILIES = tuple(_KINDS)
 """Families whose rows with images train, by `model_type`."""
@@ -147,9 +168,11 @@ class MicrobatchImages:
 class ImageReader:
     """Reads the images of a model's rows. token: id of the tokens that stand for an image."""
 
-    def __init__(self, whole: Any) -> None:
+    def __init__(self, model: Any) -> None:
+        whole = whole_model(model)
         config = whole.config
         self._model, self._config, self._kind = whole.model, config, _KINDS[config.model_type]
+        self._tower = tower_work(model, self._kind.patches(config))
         self.token: int = config.image_token_id
         self.mutual = self._kind.mutual(config)
         self.columns = (PIXELS, self._kind.beside) if self._kind.beside is not None else (PIXELS,)
@@ -191,6 +214,12 @@ class ImageReader:
             return {PIXELS: pixels(image), "image_grid_thw": of_row[image : image + 1]}
 
         return self._row(ids, {"image_grid_thw": of_row}, inputs, [0] * len(grids), where)
+
+    def work(self, row: RowImages) -> tuple[tuple[int, float], ...]:
+        """Return the first token of each image of a row, and the work on it, as plans take them (`Images`)."""
+        tokens = np.diff(row.ends, prepend=0)
+        firsts = row.places[row.ends - tokens]
+        return tuple((int(first), self._tower.of(int(of))) for first, of in zip(firsts, tokens, strict=True))
 
     def _row(
         self,
@@ -335,7 +364,7 @@ def image_reader(model: Any) -> ImageReader | None:
     """Return the reader of a model's images, None if its rows with images do not train."""
     whole = whole_model(model)
     is_here = not any(each.is_meta for each in left_alone(model).values())  # of a stored model rank 0 has the tower
-    return ImageReader(whole) if sees_images(whole) and is_here else None
+    return ImageReader(model) if sees_images(whole) and is_here else None
 
 
 def sees_images(whole: Any) -> bool:

@@ -74,7 +74,7 @@ class SessionPlanning:
         prefixes = batch.shared_prefixes() if self._may_share(loss) else None
         if self.slow_ranks is not None:
             planning = self.slow_ranks.planned_for(planning)
-        return process.plan(planning, batch.lengths, prefixes)
+        return process.plan(planning, batch.lengths, prefixes, batch.image_work())
 
     def _may_share(self, loss: LossKind) -> bool:
         return self.shares and self.allows and loss.labels_alone

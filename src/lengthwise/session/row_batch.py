@@ -23,7 +23,7 @@ from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
 from lengthwise.engine.batch import NO_PLACEHOLDERS, StepBatch, refuse_placeholders
-from lengthwise.models.images import IMAGE_COLUMNS, MODALITIES, ImageReader, MicrobatchImages, RowImages
+from lengthwise.models.images import IMAGE_COLUMNS, MODALITIES, ImageReader, RowImages
 from lengthwise.program import MutualSpans, Segment
 from lengthwise.session.misuse import shown
 from lengthwise.session.source import PlannedStep
@@ -64,7 +64,7 @@ class RowBatch(StepBatch):
         rows = _listed(rows)
         problems: list[LengthwiseError] = []
         builder, columns, is_weighed = DatasetBuilder(), list[dict[str, Tensor]](), False
-        self._reader, self._images = reader, dict[int, RowImages]()
+        self._images = dict[int, RowImages]()
         builder.start_source("sequences", "sequence", None)
         for number, row in enumerate(rows):
             try:
@@ -75,7 +75,7 @@ class RowBatch(StepBatch):
                             f"sequence {number}, {name}", f"ids below the model's {num_words}", f"{each.max()}"
                         )
                 refuse_placeholders(ids, placeholders, f"sequence {number}, {_IDS}")
-                self._read_images(number, ids, images)
+                self._read_images(number, ids, images, reader)
             except DataError as error:
                 problems.append(error)
                 continue
@@ -87,25 +87,25 @@ class RowBatch(StepBatch):
             problems.append(DataError("sequences", expected="at least one", got="none", remedy=remedy))
         raise_problems(problems[:_SHOWN])
         super().__init__(builder.finish(), range(len(rows)))
+        self._reader = reader
         self.columns = _by_name(columns)
         self.is_weighed, self.is_plain = is_weighed, not self.columns and not is_weighed
         _refuse_unequal(self.columns)
 
-    def _read_images(self, number: int, ids: np.ndarray, given: Mapping[str, Tensor]) -> None:
+    def _read_images(
+        self, number: int, ids: np.ndarray, given: Mapping[str, Tensor], reader: ImageReader | None
+    ) -> None:
         where = f"sequence {number}, images"
-        if self._reader is not None:
-            if (found := self._reader.read(ids, given, where)) is not None:
+        if reader is not None:
+            if (found := reader.read(ids, given, where)) is not None:
                 self._images[number] = found
         elif given:
             remedy = "Remove such rows, or train them with plain TRL or Transformers."
             got = f"one with {', '.join(given)}"
             raise DataError(where, expected="a row of text, for this model and layout", got=got, remedy=remedy)
 
-    def images(self, segments: Sequence[Segment]) -> MicrobatchImages | None:
-        """Return the images of a rank's segments, or None without any."""
-        if self._reader is None or not self._images:
-            return None
-        return self._reader.microbatch(self._images, list(self.places(segments)))
+    def _images_of(self, index: int) -> RowImages | None:
+        return self._images.get(index)
 
     def mutual(self, plan: Plan) -> MutualSpans | None:
         """Return the spans of a plan's sequences whose tokens see each other in both directions, or None."""

@@ -28,7 +28,8 @@ class PieceLayer:
     blocks: attention in seconds of one rank, forward and backward together, at [ring_step, position]. tokens: tokens of
     each position's shard, whose ranks hold it or split its heads. held: tokens of one rank, for its linear work. near:
     True if the next position is in the same node. exchange, states: seconds of one rank's all-to-all, and of its sweeps
-    of states, forward and backward together. cut: seconds of one rank's scans beyond those of whole sequences.
+    of states, forward and backward together. beside: seconds of one rank's linear work beside that of its tokens: scans
+    of cut sequences, and images.
     """
 
     blocks: Floats
@@ -37,7 +38,7 @@ class PieceLayer:
     near: NDArray[np.bool_]
     exchange: Floats
     states: Floats
-    cut: Floats
+    beside: Floats
 
     @property
     def positions(self) -> int:
@@ -53,7 +54,9 @@ def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
         raise PlanError(where, expected="shares or split heads", got="both", remedy=remedy)
     chunks = _chunks(lengths, positions, piece.shares)
     blocks = _blocks(np.array(lengths, dtype=np.float64), chunks, cost)
-    return _layer(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost, len(lengths))
+    tokens = np.array(lengths, dtype=np.float64)
+    work = cost.linear_tokens(tokens, piece.degree).sum() / tokens.sum()
+    return _layer(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost, len(lengths), work)
 
 
 def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost: Cost) -> PieceLayer:
@@ -63,27 +66,29 @@ def stack_layers(pieces: Sequence[Piece], lengths: Sequence[Sequence[int]], cost
     has_several = positions > 1 and any(len(each) > 1 for each in lengths)
     if has_several or any(piece.shares is not None for piece in pieces):
         apart = [piece_layer(piece, each, cost) for piece, each in zip(pieces, lengths, strict=True)]
-        fields = ("tokens", "held", "near", "exchange", "states", "cut")
+        fields = ("tokens", "held", "near", "exchange", "states", "beside")
         joined = {name: np.stack([getattr(each, name) for each in apart]) for name in fields}
         return PieceLayer(blocks=np.stack([each.blocks for each in apart], axis=1), **joined)
     flat = [length for each in lengths for length in each]
     tokens = np.array(flat, dtype=np.float64)[:, None]
     if positions == 1:
         starts = np.cumsum([0, *map(len, lengths)])[:-1]
-        own, held = (np.add.reduceat(each, starts) for each in (cost.attention_seconds(tokens, 1), tokens))
-        return _layer(own[None], held, ranks, heads, cost, np.array([len(each) for each in lengths]))
+        flat_work = cost.attention_seconds(tokens, 1), tokens, cost.linear_tokens(tokens, heads)
+        own, held, work = (np.add.reduceat(each, starts) for each in flat_work)
+        return _layer(own[None], held, ranks, heads, cost, np.array([len(each) for each in lengths]), work / held)
     low, high, shards = _parts(_chunks(flat, positions, None))
     own, worth = (each / (tokens * tokens) for each in cost.ring_step_seconds(tokens, positions))
     below = (2 * (worth * shards))[:, :, None] * low[:, None, :]
     above = (2 * (worth * high))[:, :, None] * shards[:, None, :]
     blocks = _by_ring_step(below, above, own * (shards * shards))
-    return _layer(blocks, shards, ranks, heads, cost, 1)
+    work = cost.linear_tokens(tokens, positions * heads) / tokens
+    return _layer(blocks, shards, ranks, heads, cost, 1, work)
 
 
 def _layer(
-    blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost, sequences: Numbers
+    blocks: Floats, shards: Floats, ranks: NDArray[np.int64], heads: int, cost: Cost, sequences: Numbers, work: Numbers
 ) -> PieceLayer:
-    """Return the layer. blocks: seconds of all layers and of all ranks of a position."""
+    """Return the layer. blocks: seconds of all layers and ranks of a position. work: linear work over its tokens."""
     nodes = ranks.reshape(*shards.shape, heads) // cost.ranks_per_node
     own = np.all(nodes == nodes[..., :1], axis=-1)
     outside = min(cost.far.bytes_per_second, cost.uplink_bytes_per_second / cost.ranks_per_node)
@@ -98,7 +103,7 @@ def _layer(
         near=near,
         exchange=cost.exchange_bytes / cost.layers * held * (heads - 1) / heads / links,
         states=np.broadcast_to(np.expand_dims(states, -1), shards.shape),
-        cut=cost.cut_seconds / cost.layers * held * (degree > 1),
+        beside=(cost.cut_seconds * (degree > 1) + cost.linear_seconds * (work - 1)) / cost.layers * held,
     )
 
 

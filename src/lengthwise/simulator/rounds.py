@@ -120,7 +120,7 @@ def _run_pass(
     own = (each.linear * cost.linear_seconds * held + each.linear * cost.fixed_seconds) / cost.layers
     exchange, blocks = np.zeros_like(held), np.zeros_like(held)
     for piece in pieces:
-        own[piece.places] += each.linear * piece.layer.cut[..., None]
+        own[piece.places] += each.linear * piece.layer.beside[..., None]
         exchanged = each.exchange * piece.layer.exchange + each.states * piece.layer.states
         exchange[piece.places] += exchanged[..., None]
         blocks[piece.places] += each.attention * piece.layer.blocks.sum(axis=0)[..., None]

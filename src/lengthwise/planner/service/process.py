@@ -1,8 +1,8 @@
 """The planner process beside rank 0: both ends of its pipes (docs/decisions/planner-process.md).
 
-One pipe takes pickled (`StepPlanning`, lengths, shared prefixes); the other answers each with a pickled (plan file,
-seconds) or a LengthwiseError. Only these two processes have the pipes, so pickles are safe. Closing the first pipe ends
-the process.
+One pipe takes pickled (`StepPlanning`, lengths, shared prefixes, images); the other answers each with a pickled (plan
+file, seconds) or a LengthwiseError. Only these two processes have the pipes, so pickles are safe. Closing the first
+pipe ends the process.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from typing import BinaryIO, TypeAlias
 
 from lengthwise.core.errors import LengthwiseError, RankError
+from lengthwise.core.plan import Images
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.core.processes import end_with_parent, ending_signals_blocked, has_one_thread, start_module
 from lengthwise.planner.service.step_planning import StepPlanning
@@ -30,7 +31,7 @@ from lengthwise.planner.service.step_planning import StepPlanning
 _STANDARD_OUTPUT, _STANDARD_ERROR = 1, 2
 _GRACE_SECONDS = 3.0  # wait for the exit status of a process whose pipe is closed
 
-_Request: TypeAlias = tuple[StepPlanning, tuple[int, ...], SharedPrefixes | None]
+_Request: TypeAlias = tuple[StepPlanning, tuple[int, ...], SharedPrefixes | None, Images]
 
 
 class PlannerProcess:
@@ -59,9 +60,13 @@ class PlannerProcess:
         self.close()
 
     def plan(
-        self, planning: StepPlanning, lengths: Sequence[int], shared: SharedPrefixes | None = None
+        self,
+        planning: StepPlanning,
+        lengths: Sequence[int],
+        shared: SharedPrefixes | None = None,
+        images: Images = (),
     ) -> tuple[str, float]:
-        """Return (checked plan file, seconds) of one step. shared: prefixes that it may compute once.
+        """Return (checked plan file, seconds) of one step. shared, images: as in `StepPlanning.plan`.
 
         Raises:
             LengthwiseError: planning raised it.
@@ -69,7 +74,7 @@ class PlannerProcess:
         """
         with self._asking:
             try:
-                pickle.dump((planning, tuple(lengths), shared), self._requests)
+                pickle.dump((planning, tuple(lengths), shared, images), self._requests)
                 self._requests.flush()
                 answer = pickle.load(self._answers)  # noqa: S301 - from our own process
             except (OSError, EOFError, ValueError, pickle.UnpicklingError):
@@ -169,11 +174,11 @@ def _read(pipe: BinaryIO, requests: SimpleQueue[_Request]) -> None:
 
 
 def _answer(
-    planning: StepPlanning, lengths: tuple[int, ...], shared: SharedPrefixes | None
+    planning: StepPlanning, lengths: tuple[int, ...], shared: SharedPrefixes | None, images: Images
 ) -> tuple[str, float] | LengthwiseError:
     start = time.perf_counter()
     try:
-        plan = planning.plan(lengths, shared)
+        plan = planning.plan(lengths, shared, images)
     except LengthwiseError as error:
         return error
     return plan.to_json(), time.perf_counter() - start

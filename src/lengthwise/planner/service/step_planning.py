@@ -9,11 +9,11 @@ from typing import Any
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.held import fullest_tokens, kept_ratio
-from lengthwise.core.plan import Plan
+from lengthwise.core.plan import Images, Plan
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.cost import Cost, StepMemory, laid_cost
 from lengthwise.planner import PACKED_DP, PLANNING_SHARE, PlanOptions, options_of, plan_recomputed
-from lengthwise.planner.prefixes import plan_shared, work_left
+from lengthwise.planner.prefixes import plan_apart, plan_shared, work_left
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.program import check_plan
 
@@ -39,28 +39,28 @@ class StepPlanning:
     measured: Capacities | None = None
     notes: Mapping[str, str] = field(default_factory=dict)
 
-    def plan(self, lengths: Sequence[int], shared: SharedPrefixes | None = None) -> Plan:
+    def plan(self, lengths: Sequence[int], shared: SharedPrefixes | None = None, images: Images = ()) -> Plan:
         """Plan one step; `check_plan` accepts the plan.
 
         shared: prefixes that the step may compute once. It does if that saves more than 5 % of the predicted time. A
-            note has the other plan's seconds, by its work alone if that rules it out.
+            note has the other plan's seconds, by its work alone if that rules it out. images: the work on images.
 
         Raises:
             LengthwiseError: there is no plan.
         """
-        apart = self._plan(lengths, self.cost)
+        apart = plan_apart(lengths, self.longest_tokens, self.cost, self._plan, images)
         if shared is None or not any(shared.common):
             return apart
         sizes, seconds_apart = reversed(self._sizes(lengths, apart.capacity)), _seconds(apart)
         # Sizes with equal work have the same trees; the smallest of them stays.
-        by_work = {work_left(lengths, shared, size, self.cost): size for size in sizes}
+        by_work = {work_left(lengths, shared, size, self.cost, images): size for size in sizes}
         found = {ratio: size for ratio, size in by_work.items() if ratio is not None}
         if not found:
             return apart
         paying = [size for ratio, size in found.items() if ratio < 1 - LEAST_SAVED]
         if not paying:
             return replace(apart, notes={**apart.notes, "seconds_shared": min(found) * seconds_apart})
-        once = self._shared(lengths, shared, paying)
+        once = self._shared(lengths, shared, images, paying)
         if once is None:
             return apart
         if _seconds(once) >= (1 - LEAST_SAVED) * seconds_apart:
@@ -75,18 +75,20 @@ class StepPlanning:
         sizes = {min(capacity, size) for size in (of_rank // 2, of_rank, 2 * of_rank)}
         return sorted(sizes | {min(limit, longest, 2 * of_rank) for limit in (node, longest)})
 
-    def _shared(self, lengths: Sequence[int], shared: SharedPrefixes, sizes: Sequence[int]) -> Plan | None:
+    def _shared(
+        self, lengths: Sequence[int], shared: SharedPrefixes, images: Images, sizes: Sequence[int]
+    ) -> Plan | None:
         """Return the fastest plan that computes shared prefixes once, or None if no trees fit.
 
         All sizes together get the seconds of one plan: in much less, plans of large trees were up to 17 % slower, and
         another size was best.
         """
         share = PLANNING_SHARE / len(sizes)
-        plans = [self._shared_up_to(size, lengths, shared, planning_share=share) for size in sizes]
+        plans = [self._shared_up_to(size, lengths, shared, images, planning_share=share) for size in sizes]
         return min(filter(None, plans), key=_seconds, default=None)
 
     def _shared_up_to(
-        self, most_tokens: int, lengths: Sequence[int], shared: SharedPrefixes, *, planning_share: float
+        self, most_tokens: int, lengths: Sequence[int], shared: SharedPrefixes, images: Images, *, planning_share: float
     ) -> Plan | None:
         """Return a plan with trees of so many tokens at most, or None without one that ranks can hold.
 
@@ -98,7 +100,7 @@ class StepPlanning:
             narrower = replace(self, capacities={kind: int(part * each) for kind, each in self.capacities.items()})
             planned = partial(narrower._plan, planning_share=planning_share)
             try:
-                plan = plan_shared(lengths, shared, int(part * most_tokens), self.cost, planned)
+                plan = plan_shared(lengths, shared, int(part * most_tokens), self.cost, planned, images)
             except PlanError:
                 return None  # a sequence is too long for less capacity; whole rows can be planned
             if plan is None:
