@@ -184,6 +184,19 @@ def test_a_loss_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"loss_type": "vespo", **OFF})
 
 
+def test_weights_of_a_microbatch_do_not_wait_for_the_device(tmp_path, saved):
+    """TRL reads a number of its loss for each metric; here nobody logs them, and the device has no values to read."""
+
+    class Waiting(Planned):
+        def _weights_of_some(self, numbers, columns):
+            on_device = {name: each.to("meta") for name, each in columns.items()}
+            assert super()._weights_of_some(numbers.to("meta"), on_device).shape == numbers[0].shape
+            return super()._weights_of_some(numbers, columns)
+
+    config = {"max_steps": 1, "beta": 0.1}
+    assert trained(Waiting, tmp_path, 1, loaded(saved), capacity_tokens=128, config=config)["logs"][0]["entropy"] > 0
+
+
 def test_going_on_from_a_checkpoint_gives_the_same(tmp_path, saved):
     """With an entropy bonus that adapts, whose state TRL keeps beside the session's."""
     config = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "max_steps": 2}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import gather_object
 
@@ -42,12 +43,19 @@ def leave_data_and_gradients(accelerator: Any) -> None:
 
 
 @contextmanager
-def ungathered(accelerator: Any) -> Iterator[None]:
-    """Make the accelerator's collectives return their argument: this rank's, or the same on all ranks."""
+def ungathered(accelerator: Any, *, is_logged: bool = True) -> Iterator[None]:
+    """Make the accelerator's collectives return their argument: this rank's, or the same on all ranks.
+
+    is_logged: False to return zeros on the host instead, of metrics that nobody reads, so that `.item()` does not wait.
+    """
+
+    def own(value: Any, *_: Any, **__: Any) -> Any:
+        return value if is_logged else torch.zeros(value.shape, dtype=value.dtype)
+
     names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
     kept = {name: getattr(accelerator, name) for name in names}
     for name in names:
-        setattr(accelerator, name, lambda value, *_, **__: value)
+        setattr(accelerator, name, own)
     try:
         yield
     finally:

@@ -191,22 +191,22 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
             found["segment_id"].append(np.full(length, number))
         return {name: torch.from_numpy(np.concatenate(each)).to(self.args.device) for name, each in found.items()}
 
-    def _loss(self, numbers: Tensor, columns: Mapping[str, Tensor], counts: Counts) -> tuple[float, Tensor]:
+    def _loss(self, numbers: Tensor, columns: Mapping[str, Tensor], counts: Counts) -> tuple[Tensor, Tensor]:
         """Return TRL's loss of some tokens of an update, and its gradient by their numbers, (2, tokens); TRL logs."""
-        leaf, has_term = numbers.detach().clone().requires_grad_(), columns["shift_labels"] != NO_LOSS
+        leaf, terms = numbers.detach().clone().requires_grad_(), (columns["shift_labels"] != NO_LOSS).nonzero()
         # TRL divides by its part of the ranks' tokens; here one rank has all of them.
         given = dict(zip(_COUNTS, (counts[0] * self.accelerator.num_processes, *counts[1:]), strict=True))
         inputs = {name: torch.tensor([value], device=leaf.device) for name, value in given.items()}
         inputs |= {name: columns[name][None] for name in _BY_TOKEN}
-        inputs |= {name: columns[name][has_term][None] for name in _BY_TERM}
-        inputs |= {"token_index": has_term.nonzero().T, "attention_mask": torch.ones_like(inputs["input_ids"])}
+        inputs |= {name: columns[name][terms[:, 0]][None] for name in _BY_TERM}
+        inputs |= {"token_index": terms.T, "attention_mask": torch.ones_like(inputs["input_ids"])}
         inputs |= dict.fromkeys(_OF_ATTENTION, torch.zeros(1, 2, dtype=torch.long, device=leaf.device))  # which has run
         fields = {name: each[None] for name, each in zip(NUMBERS, leaf, strict=True)}
         answers: Any = Answers(fields, self._new_balance())
-        with ungathered(self.accelerator), torch.enable_grad():
+        with ungathered(self.accelerator, is_logged=self._is_logged), torch.enable_grad():
             loss = self.compute_loss(answers, inputs)
         (gradient,) = self._gradients(loss, leaf)
-        return loss.item(), gradient
+        return loss, gradient
 
     def _log_step_metrics(self) -> None:
         super()._log_step_metrics()

@@ -209,12 +209,12 @@ class RolloutMixin(TokenLossMixin):
 
     # TRL's loss.
 
-    def _loss(self, batches: Sequence[Mapping[str, Any]], numbers: Tensor) -> tuple[float, Tensor]:
+    def _loss(self, batches: Sequence[Mapping[str, Any]], numbers: Tensor) -> tuple[Tensor, Tensor]:
         """Return TRL's loss of an update's batches, and its gradient by the numbers, (2, tokens); TRL logs metrics."""
         leaf, first, ranks = numbers.detach().clone().requires_grad_(), 0, self.accelerator.num_processes
         losses, balance, ends = list[Tensor](), self._new_balance(), self.accelerator.sync_gradients
         compute_loss: Any = self._compute_loss if self._is_sum() else self.compute_loss
-        with ungathered(self.accelerator), self._synchronized(), torch.enable_grad():
+        with ungathered(self.accelerator, is_logged=self._is_logged), self._synchronized(), torch.enable_grad():
             for number, batch in enumerate(batches):
                 self.accelerator.gradient_state._set_sync_gradients(ends and number == len(batches) - 1)
                 last, shape = first + num_slots(batch), batch["completion_mask"].shape
@@ -227,7 +227,7 @@ class RolloutMixin(TokenLossMixin):
         if self.model.training and self.loss_is_scaled_for_ga is False:  # else TRL has divided it
             total = total / self.current_gradient_accumulation_steps
         (gradient,) = self._gradients(total, leaf)
-        return total.item(), gradient
+        return total, gradient
 
     @contextmanager
     def _synchronized(self) -> Iterator[None]:
@@ -249,7 +249,8 @@ class RolloutMixin(TokenLossMixin):
             if _RATIO in unit:
                 unit[_RATIO] = torch.ones_like(unit[_RATIO])
         with self._unlogged():
-            return self._loss(units, torch.zeros(2, size, dtype=self._wide, device=self.args.device))[1][0]
+            device = units[0]["completion_mask"].device
+            return self._loss(units, torch.zeros(2, size, dtype=self._wide, device=device))[1][0]
 
     def _weights_of_some(self, numbers: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
         """Return the gradient of TRL's loss of all tokens by the log-probabilities of some, (tokens,).
@@ -275,7 +276,7 @@ class RolloutMixin(TokenLossMixin):
             loss, _ = self._loss([batch], self._numbers(rows, num_slots(batch)))
             # Accelerate cuts the last batch's copies of its loss to the remainder of the data set's prompts.
             weight = state.remainder / whole if state.end_of_dataloader and state.remainder > 0 else 1.0
-            yield len(prompts), loss * weight, weight
+            yield len(prompts), loss.item() * weight, weight
 
 
 def _on(device: Any, columns: Mapping[str, Any]) -> dict[str, Any]:

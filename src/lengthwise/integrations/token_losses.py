@@ -33,7 +33,7 @@ NUMBERS = ("log_probs", "entropy")
 _UNEQUAL = 1e-3  # relative; rounding is far less
 OFFLOADING: Refusal = (OFF, "its hooks would see a plan's microbatches")
 
-LossOf: TypeAlias = Callable[[Tensor], tuple[float, Tensor]]
+LossOf: TypeAlias = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From log-probabilities and entropies of all tokens, (2, size), to TRL's loss and its gradient by them."""
 
 
@@ -78,6 +78,8 @@ class TokenLossMixin(PlannedTrainerMixin):
     """The same, as TRL's last loss got it."""
     _coefficient: float | None = None
     """The gradient of TRL's last loss by it; None: the coefficient of TRL's argument."""
+    _is_logged = True
+    """False where TRL's loss runs only for its gradient."""
 
     def _check_division(self) -> None:
         """Accept a mean: TRL's loss gets all rows of a batch at once."""
@@ -170,7 +172,7 @@ class TokenLossMixin(PlannedTrainerMixin):
             return self._update_of_sum(rows, size, loss_of, as_sum)
         planned = next(self._trained().batches([rows]))
         loss, weights = loss_of(self._numbers(planned, size))
-        return loss, self._backward(planned, dict(zip(NUMBERS, weights, strict=True)))
+        return loss.item(), self._backward(planned, dict(zip(NUMBERS, weights, strict=True)))
 
     def _update_of_sum(self, rows: list[Row], size: int, loss_of: LossOf, as_sum: TokenSum) -> tuple[float, StepResult]:
         values = torch.zeros(3, size, dtype=self._wide, device=self.args.device)  # both numbers, the gradient
@@ -178,7 +180,7 @@ class TokenLossMixin(PlannedTrainerMixin):
         def share(_model: Any, inputs: dict[str, Any]) -> Tensor:
             slots, found = called(self.model_wrapped, inputs)
             assert found.label_mask is not None, "TRL's head gives it"
-            labelled = found.label_mask[0]
+            labelled = found.label_mask[0].nonzero()[:, 0]  # the only wait for the device
             slots, own = slots[labelled], [field_of(found, name)[labelled] for name in NUMBERS]
             if not len(slots):
                 return field_of(found, "log_probs").sum() * 0.0
@@ -197,7 +199,7 @@ class TokenLossMixin(PlannedTrainerMixin):
         if self.aux_loss_enabled:
             weight = torch.tensor([[self.router_aux_loss_coef]])
             as_sum.check(weight, torch.tensor([[self._coefficient], [0.0]]))
-        return loss, result
+        return loss.item(), result
 
     def _backward(self, planned: Any, weights: Mapping[str, Tensor]) -> StepResult:
         """Run the model forward and backward by the plan. weights: (size,) by name, of the values of all tokens."""
@@ -245,10 +247,11 @@ class TokenLossMixin(PlannedTrainerMixin):
     def _unlogged(self) -> Iterator[None]:
         """Log nothing of TRL's loss inside the block, where it runs only for its gradient."""
         kept, self._metrics["train"] = self._metrics["train"], defaultdict(list)
+        was_logged, self._is_logged = self._is_logged, False
         try:
             yield
         finally:
-            self._metrics["train"] = kept
+            self._metrics["train"], self._is_logged = kept, was_logged
 
     def _plain(self, compute_loss: Callable[[Any, dict[str, Any]], Tensor]) -> ShareInChunks:
         """Return the loss without the session's autocast: accelerate has wrapped the model in one."""
