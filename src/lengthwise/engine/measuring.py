@@ -2,6 +2,7 @@
 
 1. One sequence is cut as a plan would cut it, or its second half continues its first one. This rank runs its part
   alone; what others send is zeros. A chunk of a stage runs on random hidden states, its backward on zeros.
+  Where a tower trains, all tokens are those of an image, whose activations then count.
 2. Everything that an operation makes counts until it is freed; on GPUs, the allocator's peak between two saved tensors,
   in the second pass of a size. Offload can remove what autograd saved until backward uses it.
 3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where their
@@ -44,7 +45,9 @@ from lengthwise.models import (
     position_limit,
     run_chunk,
     run_layers,
+    seeing,
 )
+from lengthwise.models.images import ImageReader, MicrobatchImages
 from lengthwise.offload import ActivationSaver, parameter_storages
 from lengthwise.program import lower_microbatch
 from lengthwise.program.features import with_requires
@@ -118,8 +121,8 @@ class Seen:
 class SmallPasses:
     """Runs small passes of a model, or a chunk of it, with one kind of recomputation.
 
-    casting: autocast of each forward, which frees its cached weights at its end. done: finished passes of all kinds,
-    which do not run again.
+    casting: autocast of each forward, which frees its cached weights at its end. reader: reader of images if a tower
+    trains. done: finished passes of all kinds, which do not run again.
     """
 
     model: nn.Module
@@ -129,12 +132,14 @@ class SmallPasses:
     chunk: Chunk = WHOLE
     done: dict[object, Seen] = field(default_factory=dict)
     casting: Casting = nullcontext
+    reader: ImageReader | None = None
 
     @property
     def rows(self) -> int:
         """The rows of the larger pass; half of them are whole chunks of scans, and of a ring twice as many."""
         config: Any = self.model.config
         multiple, rows = 4 * lcm(self.kernel.token_multiple, self.scan_rows), _ROWS
+        multiple = multiple if self.reader is None else lcm(multiple, 2 * self.reader.least_tokens)
         if shape_from_config(config.to_dict()).experts > 1:
             affordable = _FLOPS / (8.0 * sum(parameter.numel() for parameter in self.model.parameters()))
             rows = int(min(max(rows, affordable), _MOST_ROWS))
@@ -192,14 +197,14 @@ class SmallPasses:
         )
 
     def _run_forward(self, rows: int) -> Seen:
-        planned, ids, positions = self._start(rows)
+        planned, ids, positions, images = self._start(rows)
         saver, hidden = ActivationSaver(None, stays=parameter_storages(self.model)), self._hidden(planned)
-        with self._running(planned, saver, None if hidden is None else hidden.requires_grad_()):
+        with self._running(planned, saver, None if hidden is None else hidden.requires_grad_(), images):
             (run_layers if self.chunk.is_last else run_chunk)(self.model, planned, ids, positions)
         return Seen(rows=planned.num_rows, saved_bytes=saver.totals.saved_bytes)
 
     def _run(self, rows: int, *, chunked: bool) -> Seen:
-        planned, ids, positions = self._start(rows)
+        planned, ids, positions, images = self._start(rows)
         saver = _NotedSaver(None, stays=parameter_storages(self.model))
         at_once = len(ids) // _LOSS_CHUNKS * self._config.vocab_size if chunked else None
         gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
@@ -214,7 +219,7 @@ class SmallPasses:
                 saved_bytes.append(saver.totals.saved_bytes)  # without what the loss saves
 
             hidden = None if sent is None else received(sent.clone(), [])
-            with _at_end_of(self.model, decoded), self._running(planned, saver, hidden):
+            with _at_end_of(self.model, decoded), self._running(planned, saver, hidden, images):
                 if self.chunk.is_last:
                     end = model_loss(self.model, planned, ids, positions, ids, logits_at_once=at_once)
                 else:
@@ -245,20 +250,29 @@ class SmallPasses:
         return next(self.model.parameters()).device
 
     @contextmanager
-    def _running(self, planned: PlannedAttention, saver: ActivationSaver, hidden: Tensor | None) -> Iterator[None]:
+    def _running(
+        self,
+        planned: PlannedAttention,
+        saver: ActivationSaver,
+        hidden: Tensor | None,
+        images: MicrobatchImages | None,
+    ) -> Iterator[None]:
         """Let the chunk run forward by the plan inside the block, from hidden states where it is not the first."""
         policy = ActivationPolicy(recompute=self.recompute, saver=saver)
         draws = has_dropout(self.model)
+        if images is not None:  # counted, as in a step
+            images = images.to(lambda each: each.to(self._device, copy=True))
         with (
             drawing(0, self._device) if draws else nullcontext(),
             self.casting(),
             torch.enable_grad(),
             self.chunk.running(hidden),
+            nullcontext() if images is None else seeing(self.model, images),
             apply_policy(self.model, planned, policy, draws=draws),
         ):
             yield
 
-    def _start(self, rows: int) -> tuple[PlannedAttention, Tensor, Tensor]:
+    def _start(self, rows: int) -> tuple[PlannedAttention, Tensor, Tensor, MicrobatchImages | None]:
         layout = self.layout
         tokens, half = rows * layout.degree, rows * layout.degree // 2
         lengths, parents = ((half, tokens - half), (None, 0)) if layout.branches else ((tokens,), ())
@@ -278,7 +292,9 @@ class SmallPasses:
         segments = program.segments(layout.position)
         spans = [(each.start, each.stop, plan.firsts[each.sequence]) for each in segments]
         positions = torch.cat([torch.arange(*span, device=self._device) + first for *span, first in spans])
-        return planned, positions % self._config.vocab_size, positions
+        if self.reader is None:
+            return planned, positions % self._config.vocab_size, positions, None
+        return planned, torch.full_like(positions, self.reader.token), positions, self.reader.empty(rows)
 
     def _hidden(self, planned: PlannedAttention) -> Tensor | None:
         """Return hidden states of another stage, random so that routers choose, or None if the chunk runs on ids."""

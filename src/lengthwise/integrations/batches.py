@@ -19,7 +19,8 @@ import torch
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.data.messages import BESIDE, is_nothing
-from lengthwise.models.images import IMAGE_COLUMNS, MODALITIES
+from lengthwise.models.image_kinds import IMAGE_COLUMNS
+from lengthwise.models.images import MODALITIES
 from lengthwise.session import Session
 from lengthwise.session.row_batch import Row
 from lengthwise.session.source import PlannedStep

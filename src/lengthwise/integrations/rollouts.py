@@ -17,7 +17,8 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.token_losses import SLOTS
-from lengthwise.models.images import MODALITIES, PIXELS
+from lengthwise.models.image_kinds import PIXELS
+from lengthwise.models.images import MODALITIES
 from lengthwise.session import Session
 from lengthwise.session.row_batch import Row
 

@@ -33,7 +33,8 @@ from lengthwise.integrations.grpo import GRPOTrainer as GRPOTrainer
 from lengthwise.integrations.grpo import RLOOTrainer as RLOOTrainer
 from lengthwise.integrations.token_losses import OFFLOADING, SLOTS, Answers, TokenLossMixin
 from lengthwise.integrations.transformers import PlannedTrainerMixin
-from lengthwise.models.images import IMAGE_COLUMNS, MODALITIES
+from lengthwise.models.image_kinds import IMAGE_COLUMNS
+from lengthwise.models.images import MODALITIES
 from lengthwise.session import StepResult
 from lengthwise.session.row_batch import Row
 

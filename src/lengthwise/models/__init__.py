@@ -27,7 +27,8 @@ from lengthwise.models.dropout import (
 )
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit, score_cap
 from lengthwise.models.image_features import seeing
-from lengthwise.models.images import IMAGE_FAMILIES, image_reader, refuse_image_files, sees_images
+from lengthwise.models.image_kinds import IMAGE_FAMILIES
+from lengthwise.models.images import image_reader, refuse_image_files, sees_images
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import has_own_logits, has_own_loss, token_loss, token_losses
 from lengthwise.models.mixer_choice import choose_mixers

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lengthwise.models.image_kinds import KINDS
 from lengthwise.models.images import FEATURES, MicrobatchImages
 from lengthwise.models.loss import has_run
 from lengthwise.models.text_part import trained_towers, whole_model
@@ -67,7 +68,13 @@ def _features(model: Any, images: MicrobatchImages, *, trains: bool) -> Any:
     # A store of activations knows only those of layers, so the tower's stay on the device.
     keeping = torch.autograd.graph.saved_tensors_hooks(_same, _same)
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()), keeping:
-        found = model.get_image_features(**images.inputs, return_dict=True)
+        calls = [images.inputs]
+        if KINDS[model.config.model_type].is_masked:
+            parts = zip(*(each.split(1) for each in images.inputs.values()), strict=True)
+            calls = [dict(zip(images.inputs, each, strict=True)) for each in parts]
+        found, *others = [model.get_image_features(**each, return_dict=True) for each in calls]
+    if others:
+        found.pooler_output = tuple(each for one in (found, *others) for each in one.pooler_output)
 
     def kept(each: Any) -> Any:
         if isinstance(each, Tensor):

@@ -20,96 +20,14 @@ from torch import Tensor
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
+from lengthwise.models.image_kinds import GRIDS, KINDS, NO_PATCH, PATCHES, PIXELS
 from lengthwise.models.image_work import tower_work
 from lengthwise.models.text_part import has_towers, left_alone, whole_model
 
-PIXELS = "pixel_values"
 MODALITIES = ("mm_token_type_ids", "token_type_ids")  # columns of processors that say again which tokens are images
 
-_PATCHES, _NO_PATCH = "image_position_ids", -1  # places of patches, and of none, in Gemma 4
 FEATURES = "mm_encoder_outputs"  # argument of Hugging Face's models that takes features in place of pixels
 _REMEDY = "Pass what the model's processor returns for one row, with its images."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """How rows of a family carry images.
-
-    beside: column with one entry an image, None if `pixel_values` has one. pixels: entries of `pixel_values` an image.
-    tokens: tokens of each image. patches: patches a token. has_axes: True if positions have several axes. mutual:
-    layers in which the tokens of images that nothing parts see each other in both directions: "all", "windows" or
-    "none".
-    """
-
-    beside: str | None
-    pixels: Callable[[Mapping[str, Tensor]], Tensor]
-    tokens: Callable[[Any, Mapping[str, Tensor], int], Tensor]
-    patches: Callable[[Any], float]
-    has_axes: bool = False
-    mutual: Callable[[Any], str] = lambda _config: "none"
-
-
-def _ones(inputs: Mapping[str, Tensor]) -> Tensor:
-    return torch.ones(len(inputs[PIXELS]), dtype=torch.long)
-
-
-def _of_grid(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
-    return inputs["image_grid_thw"].prod(-1) // config.vision_config.spatial_merge_size**2
-
-
-def _of_sizes(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
-    return (inputs["image_sizes"] // (config.vision_config.patch_size * config.spatial_merge_size)).prod(-1)
-
-
-def _of_tiles(_config: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
-    return torch.full((len(inputs[PIXELS]),), tokens // max(1, len(inputs[PIXELS])))
-
-
-def _of_config(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
-    return torch.full((len(inputs[PIXELS]),), config.mm_tokens_per_image)
-
-
-def _of_patches(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
-    patches = (inputs[_PATCHES] != _NO_PATCH).all(-1).sum(-1)
-    return patches // config.vision_config.pooling_kernel_size**2
-
-
-def _merged(config: Any) -> float:
-    return config.spatial_merge_size**2
-
-
-def _of_side(config: Any) -> float:
-    return (config.vision_config.image_size / config.vision_config.patch_size) ** 2 / config.mm_tokens_per_image
-
-
-def _in_windows(config: Any) -> str:
-    return "windows" if config.text_config.use_bidirectional_attention == "vision" else "none"
-
-
-_GRIDS = _Kind(
-    beside="image_grid_thw",
-    pixels=lambda inputs: inputs["image_grid_thw"].prod(-1),
-    tokens=_of_grid,
-    patches=lambda config: _merged(config.vision_config),
-    has_axes=True,
-)
-_KINDS = {
-    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _GRIDS),
-    "mistral3": _Kind(beside="image_sizes", pixels=_ones, tokens=_of_sizes, patches=_merged),
-    "internvl": _Kind(beside=None, pixels=_ones, tokens=_of_tiles, patches=lambda config: config.downsample_ratio**-2),
-    "gemma3": _Kind(beside=None, pixels=_ones, tokens=_of_config, patches=_of_side, mutual=lambda _config: "all"),
-    "gemma4": _Kind(
-        beside=_PATCHES,
-        pixels=_ones,
-        tokens=_of_patches,
-        patches=lambda config: config.vision_config.pooling_kernel_size**2,
-        mutual=_in_windows,
-    ),
-}
-IMAGE_FAMILIES = tuple(_KINDS)
-"""Families whose rows with images train, by `model_type`."""
-IMAGE_COLUMNS = (PIXELS, *sorted({kind.beside for kind in _KINDS.values() if kind.beside is not None}))
-"""Columns of a row that hold images, not one value per token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +89,7 @@ class ImageReader:
     def __init__(self, model: Any) -> None:
         whole = whole_model(model)
         config = whole.config
-        self._model, self._config, self._kind = whole.model, config, _KINDS[config.model_type]
+        self._model, self._config, self._kind = whole.model, config, KINDS[config.model_type]
         self._tower = tower_work(model, self._kind.patches(config))
         self.token: int = config.image_token_id
         self.mutual = self._kind.mutual(config)
@@ -220,6 +138,17 @@ class ImageReader:
         tokens = np.diff(row.ends, prepend=0)
         firsts = row.places[row.ends - tokens]
         return tuple((int(first), self._tower.of(int(of))) for first, of in zip(firsts, tokens, strict=True))
+
+    @property
+    def least_tokens(self) -> int:
+        """The number of which `empty` takes multiples."""
+        return self._kind.least(self._config)
+
+    def empty(self, tokens: int) -> MicrobatchImages:
+        """Return images without content, of so many tokens together, for passes outside of training."""
+        ids, given = np.full(tokens, self.token, dtype=np.int32), self._kind.empty(self._config, tokens)
+        positions = self._positions(ids, given) if self._kind.has_axes else None
+        return MicrobatchImages(inputs=given, features=torch.arange(tokens), positions=positions)
 
     def _row(
         self,
@@ -336,7 +265,7 @@ def _of_image(inputs: Mapping[str, Tensor], pixels: np.ndarray, image: int) -> d
 
 def _joined(parts: Sequence[Tensor], name: str) -> Tensor:
     """Join images; padded ones of different rows are padded to the largest."""
-    filled = _NO_PATCH if name == _PATCHES else 0
+    filled = NO_PATCH if name == PATCHES else 0
     sizes = [max(each) for each in zip(*(part.shape[1:] for part in parts), strict=True)]
     if any(list(part.shape[1:]) != sizes for part in parts):
         beyond = [[(0, most - size) for size, most in zip(part.shape[1:], sizes, strict=True)] for part in parts]
@@ -353,8 +282,8 @@ def refuse_image_files(config: Any, where: str) -> None:
     Raises:
         DataError: it does not.
     """
-    if _KINDS.get(getattr(config, "model_type", "")) is not _GRIDS:
-        known = ", ".join(name for name, kind in _KINDS.items() if kind is _GRIDS)
+    if KINDS.get(getattr(config, "model_type", "")) is not GRIDS:
+        known = ", ".join(name for name, kind in KINDS.items() if kind is GRIDS)
         remedy = "Train on rows of text, or with TRL's trainers or a Session, where images of more families train."
         got = f"one with images, for {getattr(config, 'model_type', 'this model')}"
         raise DataError(where, expected=f"a row of text, or a model of {known}", got=got, remedy=remedy)
@@ -373,6 +302,6 @@ def sees_images(whole: Any) -> bool:
     # Earlier versions of Transformers would take the features for an argument that nothing reads.
     return (
         has_towers(config)
-        and config.model_type in _KINDS
+        and config.model_type in KINDS
         and FEATURES in inspect.signature(whole.model.forward).parameters
     )

@@ -22,6 +22,7 @@ from lengthwise.core.errors import MemoryShortage
 from lengthwise.cost import RESERVED, STEP_TOKENS, StepBytes, shape_from_config
 from lengthwise.engine.measuring import ALONE, FallingLine, Layout, SmallPasses, measure_microbatch
 from lengthwise.engine.shortage import SMALLER_STATE, free_bytes, reporting_shortage
+from lengthwise.models import image_reader, trained_towers
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner.service.rank_memory import Capacities, RankMemory
 from lengthwise.report.figures import count
@@ -70,6 +71,7 @@ class Measuring:
             recompute=kinds[0],
             done=engine.measured,
             casting=engine.casting(),
+            reader=image_reader(engine.model) if self.trains and trained_towers(engine.model) else None,
         )
         with (
             engine.attending(),

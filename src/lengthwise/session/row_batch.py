@@ -23,7 +23,8 @@ from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
 from lengthwise.engine.batch import NO_PLACEHOLDERS, StepBatch, refuse_placeholders
-from lengthwise.models.images import IMAGE_COLUMNS, MODALITIES, ImageReader, RowImages
+from lengthwise.models.image_kinds import IMAGE_COLUMNS
+from lengthwise.models.images import MODALITIES, ImageReader, RowImages
 from lengthwise.program import MutualSpans, Segment
 from lengthwise.session.misuse import shown
 from lengthwise.session.source import PlannedStep
