@@ -204,6 +204,11 @@ def test_images_that_do_not_fit_their_row_or_model_are_named():
         assert f"got no token {IMAGE}" in said(session, input_ids=torch.where(ids == IMAGE, 1, ids))
         wider = grids + torch.tensor([0, 0, 2])
         assert "16 entries of pixel_values for 1 image; got 24 entries" in said(session, image_grid_thw=wider)
+        assert "as the model's processor gives them; got pixel_values of torch.float64 (16, 95)" in said(
+            session, pixel_values=rows[0]["pixel_values"][:, 1:]
+        )
+        for wrong in (grids.double(), -grids, grids + torch.tensor([0, 1, -1])):
+            assert "sequence 0, images: expected" in said(session, image_grid_thw=wrong)
         of_video = torch.where(ids == IMAGE, video, ids)
         assert f"got the token {video}, which stands for an image or a sound (video_token_id)" in said(
             session, input_ids=of_video

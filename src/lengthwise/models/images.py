@@ -28,6 +28,7 @@ MODALITIES = ("mm_token_type_ids", "token_type_ids")  # columns of processors th
 
 FEATURES = "mm_encoder_outputs"  # argument of Hugging Face's models that takes features in place of pixels
 _REMEDY = "Pass what the model's processor returns for one row, with its images."
+_CUT = f"{_REMEDY[:-1]}, all of it: truncation, such as TRL's max_length, cuts images."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,8 +100,16 @@ class ImageReader:
         """Return the images of a row with these ids, (length,), and columns; None for a row of text.
 
         Raises:
-            DataError: columns are missing, or images and tokens do not fit.
+            DataError: columns are missing or not as the family's processor gives them, or images and tokens do not fit.
         """
+        try:
+            return self._read(ids, given, where)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # of torch and of the family's own functions
+            got = " ".join(str(error).split())[:200]
+            expected = f"{' and '.join(self.columns)} as the model's processor gives them"
+            raise DataError(where, expected=expected, got=got, remedy=_REMEDY) from None
+
+    def _read(self, ids: np.ndarray, given: Mapping[str, Tensor], where: str) -> RowImages | None:
         places = np.flatnonzero(ids == self.token)
         if not given and not places.size:
             return None
@@ -109,6 +118,12 @@ class ImageReader:
             expected = f"{', '.join(self.columns)} beside {counted(len(places), 'token')} of images"
             got = f"no {', '.join(missing)}" if missing else f"no token {self.token}, which stands for an image"
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
+        given, empty = dict(given), self._kind.empty(self._config, self.least_tokens)
+        for name in self.columns:
+            found, usual = given[name], empty[name]
+            alike = (found.dim(), found.is_floating_point()) == (usual.dim(), usual.is_floating_point())
+            if not alike or (found.shape[-1] != usual.shape[-1] and not self._kind.is_masked):
+                raise ValueError(f"{name} of {found.dtype} {tuple(found.shape)}")
         pixels = self._kind.pixels(given)
         if int(pixels.sum()) != len(given[PIXELS]):
             expected = f"{len(given[PIXELS])} entries of {PIXELS} for {counted(len(pixels), 'image')}"
@@ -116,7 +131,7 @@ class ImageReader:
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
         ends = np.cumsum(pixels.numpy())
         digests = [self._digest(given, ends, image) for image in range(len(ends))]
-        return self._row(ids, given, partial(_of_image, dict(given), ends), digests, where)
+        return self._row(ids, given, partial(_of_image, given, ends), digests, where)
 
     def read_files(
         self, ids: np.ndarray, grids: Sequence[tuple[int, int]], pixels: Callable[[int], Tensor], where: str
@@ -163,7 +178,7 @@ class ImageReader:
         if int(tokens.sum()) != len(places):
             expected = f"{len(places)} tokens for {counted(len(tokens), 'image')}"
             got = f"{int(tokens.sum())} tokens by {self.columns[-1]}"
-            raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
+            raise DataError(where, expected=expected, got=got, remedy=_CUT)
         ends, mutual = np.cumsum(tokens.numpy()), _runs(places) if self.mutual != "none" else ()
         return RowImages(
             inputs=inputs,
