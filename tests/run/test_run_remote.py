@@ -20,7 +20,6 @@ from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
 from run.small_runs import assert_equal_runs, broken_off, call, read_lines
 from run.test_run_streaming import run_of
-from tiers import more
 
 
 @pytest.fixture
@@ -41,24 +40,12 @@ def in_process(monkeypatch):
     monkeypatch.setattr(main, "_serving_rows", rows_of)
 
 
-@pytest.mark.parametrize("size", [more({"sequences": 4}), {"tokens": 64}])
-def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process, size):
-    paths = [run_of(tmp_path / f"{remote}", remote=remote, global_batch=size, steps=4) for remote in (False, 2)]
+def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process):
+    keys = {"global_batch": {"tokens": 64}, "steps": 3}
+    paths = [run_of(tmp_path / f"{remote}", remote=remote, **keys) for remote in (False, 2)]
     for path in paths:
         lengthwise.train(path, ranks=2)
     assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3)])
-def test_a_run_on_remote_rows_goes_on_where_it_was(tmp_path, in_process, before, after):
-    wanted = run_of(tmp_path / "whole", remote=1, global_batch={"tokens": 64})
-    lengthwise.train(wanted, ranks=before)
-    assert any(row["ring_token_ratio"] > 0 for row in read_lines(wanted.parent / "out" / "metrics.jsonl"))
-    path = run_of(tmp_path / "broken", remote=1, global_batch={"tokens": 64})
-    found = broken_off(path, before, after=5)
-    lengthwise.train(path, ranks=after, overrides=["data.0.remote=3"], resume=True)
-    assert_equal_runs(found, wanted.parent / "out", exactly=before == after)
 
 
 @pytest.mark.exhaustive

@@ -1,6 +1,7 @@
-"""A run file whose model has towers: its text part trains, all of it is saved; images of a model that sees none."""
+"""A run file whose model has towers: what a rank reads of them, adapters, images of a model that sees none.
 
-import json
+That the text part trains and the whole is saved: tests/doors/test_doors_families.py.
+"""
 
 import peft
 import pytest
@@ -11,7 +12,6 @@ from transformers import AutoModelForImageTextToText
 
 from lengthwise.models import build_model, find_model, left_alone
 from lengthwise.models.own_rows import own_rows
-from lengthwise.run import building, setup
 from run.small_runs import call, train, write_run
 from tiers import more
 
@@ -23,7 +23,6 @@ def write_whole(folder, whole="gemma3", text="gemma3_text", **others):
     torch.manual_seed(0)
     config = tiny_tower_config(whole, text, {"vocab_size": VOCAB}, **others)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text('{"size": 16}', encoding="utf-8")
     return folder
 
 
@@ -32,36 +31,6 @@ def opened(folder):
 
 
 QWEN = "qwen3_vl", "qwen3_vl_text"
-
-
-@pytest.fixture
-def towers_on_rank_0(monkeypatch):
-    """Let a rank that holds a tower and is not the first end in an error."""
-    made = building.open_session
-
-    def opened_session(job, world, transport, *arguments, **options):
-        session = made(job, world, transport, *arguments, **options)
-        places = {each.is_meta for each in left_alone(session.engine.model).values()}
-        assert places == {transport.rank > 0}, f"rank {transport.rank}: towers on meta: {places}"
-        return session
-
-    monkeypatch.setattr(setup, "open_session", opened_session)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("towers_on_rank_0")
-@pytest.mark.parametrize("layout", ["stages=2", "shard=zero3"])
-def test_a_run_trains_the_text_part_and_saves_the_whole(tmp_path, layout, capfd):
-    """Its losses are in tests/doors."""
-    folder = write_whole(tmp_path / "model")
-    path = write_run(tmp_path, make_rows(LENGTHS), model=folder, capacity_tokens=64, steps=1)
-    output = train(path, "--ranks", 2, "--set", layout)
-    assert "ForConditionalGeneration: rows of text train its text part" in capfd.readouterr().out
-    own, before = opened(output / "model").state_dict(), opened(folder).state_dict()
-    towers = [name for name in own if not name.startswith(("model.language_model.", "lm_head."))]
-    assert len(towers) > 10
-    assert all(torch.equal(own[name], before[name]) == (name in towers) for name in own)
-    assert json.loads((output / "model/preprocessor_config.json").read_text()) == {"size": 16}
 
 
 def test_towers_are_read_from_the_files_by_name(tmp_path):
