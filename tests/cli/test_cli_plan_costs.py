@@ -3,7 +3,7 @@
 import pytest
 from testing.small import make_rows
 
-from cli.plan_calls import plan_without_torch, read_plan, refused
+from cli.plan_calls import read_plan, refused
 from run.small_runs import call, write_run
 
 
@@ -11,7 +11,7 @@ def test_plan_with_given_costs_needs_no_model_and_is_scored_by_their_formula(tmp
     """Seventy tokens over two ranks of 40: (q s^2 + l s) / 2, what transfers cost beyond attention, and the launch."""
     cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
     cost.write_text('{"quadratic_seconds": 1, "linear_seconds": 10, "fixed_seconds": 5, "ring_seconds": 100}')
-    plan_without_torch("--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 40, "--out", out)
+    assert call("plan", "--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 40, "--out", out) == 0
     plan = read_plan(out)
     assert plan.layers == 1
     ring = (70**2 + 10 * 70) / 2 + (100 * 70 - 70**2) / 2 + 5

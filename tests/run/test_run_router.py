@@ -113,7 +113,7 @@ def run_file(tmp_path):
 
 def test_train_writes_router_loss_beside_loss_and_evaluation_has_none(run_file):
     path, _ = run_file
-    output = train(path, "--ranks", 2, "--set", 'eval={"data": [{"path": "train.jsonl"}], "every_steps": 3}')
+    output = train(path, "--ranks", 2, "--set", "steps=1", 'eval={"data": [{"path": "train.jsonl"}], "every_steps": 1}')
     for row in read_lines(output / "metrics.jsonl"):
         assert row["router_loss"] > 2, "balanced routers have 2: each row chooses two experts"
     [row] = read_lines(output / "eval.jsonl")
