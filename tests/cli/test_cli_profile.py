@@ -22,7 +22,7 @@ def measured(tmp_path):
 
 def test_profile_writes_what_plan_and_simulate_read(tmp_path, capfd):
     out, plan = tmp_path / "measurements.json", tmp_path / "plan.json"
-    asked = ("profile", "--ranks", 2, "--seconds", 0.2, "--longest", 128, "--device", "cpu", "--out", out)
+    asked = ("profile", "--ranks", 2, "--seconds", 0.5, "--longest", 128, "--device", "cpu", "--out", out)
     described = tmp_path / "mine.json"
     asked = (*asked, "--disk", tmp_path)
     assert call(*asked, "--hardware-out", described, "--node-size", 4) == 0

@@ -1,4 +1,4 @@
-"""`shard: zero3` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
+"""`shard: zero3` of the run file: ranks read and hold their own part of the weights."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from testing import run_ranks, tiny_family_config
 from testing.laid import freed_parameters
 from testing.small import make_rows
@@ -14,30 +14,16 @@ from transformers import AutoModelForCausalLM
 
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
-from run.small_runs import call, read_lines, write_run
+from run.small_runs import call, losses, train, write_run
 from tiers import more
 
 CPU = torch.device("cpu")
 LENGTHS = [37, 11, 5, 7, 2, 90, 64, 33, 12, 8, 9, 23]
-HYBRID = ("--set", "shard=hybrid", "--set", "ranks_per_node=2", "--timeout-seconds", 30)
-ZERO3 = ("--set", "shard=zero3", "--timeout-seconds", 30)
 
 
 def run_file(folder, **keys):
     keys = {"precision": "fp64", "capacity_tokens": 48, "steps": 3, "global_batch": {"sequences": 6}, **keys}
     return write_run(folder, make_rows(LENGTHS), **keys)
-
-
-def trained(path, output, *arguments, ranks=3):
-    assert call("train", path, "--ranks", ranks, "--set", f"output={output}", *arguments) == 0
-    return outcome(path.parent / output)
-
-
-def outcome(folder):
-    """Return losses and norms of a run, and the tensors of its model."""
-    rows = [[row["loss"], row["grad_norm"]] for row in read_lines(folder / "metrics.jsonl")]
-    (saved,) = (folder / "model").glob("*.safetensors")
-    return [number for row in rows for number in row], load_file(saved)
 
 
 def saved_model(folder, family, **changes):
@@ -88,8 +74,17 @@ def test_what_is_not_there_one_by_one_is_read_by_rank_0(tmp_path):
     source = find_model(str(tmp_path / "model"))
     assert own_rows(source, build_model(source, seed=0, stored=False)) is None
     path = run_file(tmp_path, model=str(tmp_path / "model"), precision="fp32", tokenizer="bytes", steps=1)
-    expected, _ = trained(path, "zero1", ranks=1)
-    assert trained(path, "zero3", *ZERO3, ranks=2)[0] == pytest.approx(expected, rel=1e-5)
+    expected = losses(train(path))
+    found = losses(train(path, "--ranks", 2, "--overwrite", "--set", "shard=zero3"))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_verify_runs_it(tmp_path, capsys):
+    """In bf16 once more in fp32, from weights that were rounded where they lie."""
+    path = run_file(tmp_path, precision="bf16", shard="hybrid", ranks_per_node=2)
+    assert call("verify", path, "--ranks", 4) == 0
+    assert "PASS" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
@@ -112,14 +107,3 @@ def test_no_rank_holds_the_whole_model_at_the_start(tmp_path):
 def own_bytes():
     (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
-
-
-@pytest.mark.exhaustive
-def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys):
-    """In bf16 once more in fp32, from weights that were rounded where they lie."""
-    path, plan = run_file(tmp_path, precision="bf16"), tmp_path / "plan.json"
-    assert call("verify", path, "--ranks", 4, *HYBRID) == 0
-    assert "PASS" in capsys.readouterr().out
-    assert call("plan", "--config", path, "--ranks", 4, "--mode", "free", "--out", plan) == 0
-    assert call("verify", path, "--ranks", 4, "--plan", plan, *HYBRID) == 2
-    assert "expected a plan of kind waves, for `shard: " in capsys.readouterr().err
