@@ -46,7 +46,7 @@ def test_what_the_run_file_says_stays_and_constant_has_no_warm_up(tmp_path, give
 
 
 def test_the_header_says_what_was_chosen_and_the_run_writes_it_down(tmp_path, capsys):
-    path = write_run(tmp_path, make_rows([4] * 4), precision=None, steps=34, capacity_tokens=64)
+    path = write_run(tmp_path, make_rows([4] * 4), precision=None, steps=2, capacity_tokens=64)
     path.write_text(path.read_text().replace('"schedule": "constant", "warmup_steps": 0, "lr": 0.0003', ""))
     assert call("train", path, "--ranks", 1) == 0
     assert "the default for loaded weights" in capsys.readouterr().out
