@@ -22,12 +22,9 @@ def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, caps
     assert {"static", "single-degree", "power-of-two", "bytescale", "lengthwise"} <= set(written["planners"])
     ours = written["planners"]["lengthwise"]
     assert all(step >= bound for step, bound in zip(ours["step_seconds"], ours["bound_seconds"], strict=True))
-    assert f"{ours['speedup_over_best_other']:.2f}x" in said
-    assert f"{100 * ours['ideal_ratio']:.1f} %" in said
-    best = min(each["mean_seconds"] for name, each in written["planners"].items() if name != "lengthwise")
-    saved = 100 - 100 * ours["mean_seconds"] / best
     words = " ".join(said.split())
-    assert (f"needs {saved:.1f} % fewer GPU hours" in words) != ("no gain beyond the error" in words)
+    assert f"{ours['speedup_over_best_other']:.2f}x" in words
+    assert f"{100 * ours['ideal_ratio']:.1f} %" in words
     assert "All planners used one mesh" in words
     for planner in written["planners"]:
         assert json.loads((out / f"trace-{planner}.json").read_text())["traceEvents"]
