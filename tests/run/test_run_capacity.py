@@ -1,4 +1,4 @@
-"""`capacity_tokens: auto`: what a microbatch needs is predicted, and what cannot fit is refused."""
+"""`capacity_tokens: auto`: what a microbatch needs is predicted, what cannot fit is refused, and no memory is told."""
 
 import re
 
@@ -11,7 +11,7 @@ from testing.small import VOCAB, make_rows, write_model
 from lengthwise.comm import World
 from lengthwise.core import host_memory
 from lengthwise.core.held import held_by_rank
-from lengthwise.engine import shortage
+from lengthwise.engine import objective, parameters, shortage
 from lengthwise.engine.measuring import SmallPasses
 from lengthwise.engine.norm import clip_factor
 from lengthwise.run.building import open_session
@@ -128,3 +128,23 @@ def test_a_batch_of_one_sequence_fits_whatever_its_length(tmp_path):
 def test_verify_holds_the_longest_sequence_before_anything_is_measured(tmp_path, planner, held):
     path = write_run(tmp_path, make_rows([5000, 12]), planner=planner, capacity_tokens="auto")
     assert held_before_measuring(job_of(path, ranks=2)) == held
+
+
+def out_of_memory(*_, **__):
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has ...\nmore")
+
+
+def test_train_that_does_not_fit_says_so_in_one_line(tmp_path, monkeypatch, capfd):
+    path = write_run(tmp_path, make_rows([30, 12]))
+    with monkeypatch.context() as patch:
+        patch.setattr(parameters, "Parameters", out_of_memory)
+        assert call("train", path, "--ranks", 2) == 1
+    err = capfd.readouterr().err
+    assert "start: expected the model, its gradients and its optimizer to fit; got" in err
+    monkeypatch.setattr(objective, "model_loss", out_of_memory)
+    assert call("train", path, "--ranks", 2) == 1
+    err = capfd.readouterr().err
+    for said in ("error[memory]", "step 1, microbatch 1 of", "Tried to allocate 20.00 GiB", "capacity_"):
+        assert said in err, said
+    assert "Traceback" not in err
+    assert not (tmp_path / "out/metrics.jsonl").exists()

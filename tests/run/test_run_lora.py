@@ -72,8 +72,3 @@ def test_qlora_verifies_trains_and_resumes(tmp_path, capsys):
     assert sum(each.stat().st_size for each in checkpoint.iterdir()) < base
     shutil.rmtree(tmp_path / "whole/checkpoints/step-000002")
     assert call("train", whole, "--ranks", 2, "--resume") == 0
-
-
-def test_a_quantized_model_without_adapters_is_refused(tmp_path, capsys):
-    assert call("train", run_file(tmp_path, lora=None, quantization="nf4")) == 2
-    assert "quantized weights do not train" in capsys.readouterr().err

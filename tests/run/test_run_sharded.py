@@ -1,4 +1,4 @@
-"""`shard: zero3` of the run file: ranks read and hold their own part of the weights."""
+"""`shard: zero3` and `stages` of the run file: what ranks read and hold of the weights; verify."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from testing import run_ranks, tiny_family_config
 from testing.laid import freed_parameters
-from testing.small import make_rows
+from testing.small import make_rows, write_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise.models import build_model, find_model, wrapped_layers
@@ -107,3 +107,17 @@ def test_no_rank_holds_the_whole_model_at_the_start(tmp_path):
 def own_bytes():
     (line,) = (each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
+
+
+def test_verify_compares_stages_with_one_process(tmp_path, capsys):
+    """By the plan that `plan` writes."""
+    keys = {"stages": 2, "capacity_tokens": 48, "global_batch": {"sequences": 6}, "device": "cpu"}
+    model = write_model(tmp_path / "model", num_hidden_layers=3, tie_word_embeddings=True)
+    path, plan = write_run(tmp_path, make_rows(LENGTHS), model=model, **keys), tmp_path / "plan.json"
+    assert call("plan", "--config", path, "--out", plan, "--ranks", 5) == 2
+    assert call("plan", "--config", path, "--out", plan, "--ranks", 4) == 0
+    assert call("verify", path, "--ranks", 4, "--plan", plan) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "stages: 2 with 2 ranks a stage, of layers 0 to 1 | 2" in said
+    assert "exercised: rings of 2 ranks" in said
+    assert said.endswith("PASS")
