@@ -62,7 +62,7 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
     assert re.search(r"Use recompute: auto \(a rank holds \d+ tokens with \w+\)", refused)
     assert re.search(r"or \d+ ranks with as much memory each, on further machines", refused)
     plans = plans_of(run(tmp_path, rows=rows, recompute="auto"))
-    assert {each.recompute for plan in plans for each in plan.microbatches} & {"layer", "all_but_attention"}
+    assert {each.recompute for plan in plans for each in plan.microbatches} != {"none"}
 
 
 @pytest.mark.parametrize("virtual", [1, more(2)])

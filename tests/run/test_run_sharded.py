@@ -73,7 +73,7 @@ def test_what_is_not_there_one_by_one_is_read_by_rank_0(tmp_path):
     saved_model(tmp_path / "model", "qwen3_moe", vocab_size=64)
     source = find_model(str(tmp_path / "model"))
     assert own_rows(source, build_model(source, seed=0, stored=False)) is None
-    path = run_file(tmp_path, model=str(tmp_path / "model"), precision="fp32", tokenizer="bytes", steps=1)
+    path = run_file(tmp_path, model=str(tmp_path / "model"), precision="fp32", capacity_tokens=96, steps=1)
     expected = losses(train(path))
     found = losses(train(path, "--ranks", 2, "--overwrite", "--set", "shard=zero3"))
     assert found == pytest.approx(expected, rel=1e-5)
