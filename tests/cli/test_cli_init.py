@@ -58,23 +58,16 @@ def test_the_file_trains(tmp_path):
     assert len(losses(tmp_path / "runs" / "my")) == 1
 
 
-def test_too_little_memory_names_how_many_are_enough(tmp_path, capsys):
+def test_too_little_memory_names_how_many_gpus_are_enough_and_where_none_is_the_model_is_sharded(tmp_path, capsys):
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"input_ids": [1] * 400_000}) + "\n")
-    command = ["init", "--model", "qwen3-14b", "--data", data, "--gpus"]
+    command = ["init", "--data", data, "--model", "qwen3-14b", "--gpus"]
     assert call(*command, 1) == 2
-    said = " ".join(capsys.readouterr().err.split())
-    enough = re.search(r"(\d+) of them are enough", said)
-    assert enough, said
+    enough = re.search(r"(\d+) of them are enough", " ".join(capsys.readouterr().err.split()))
     assert not (tmp_path / "run.yaml").exists()
     assert call(*command, enough[1]) == 0
-
-
-def test_a_model_that_fits_no_gpu_is_sharded(tmp_path, capsys):
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"input_ids": [1] * 400_000}) + "\n")
-    command = ["init", "--model", "llama-3.1-70b", "--data", data, "--gpus"]
-    assert call(*command, 64) == 0
+    command[command.index("qwen3-14b")] = "llama-3.1-70b"
+    assert call(*command, 64, "--force") == 0
     text = (tmp_path / "run.yaml").read_text()
     assert "# shard: auto  # by estimate zero3" in text
     assert "lora" not in text

@@ -98,11 +98,9 @@ def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd):
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     GPT2Config(**sizes, **dropouts, max_position_embeddings=16).save_pretrained(tmp_path / "table")
-    path = write_run(tmp_path, make_rows([16, 3]), model=tmp_path / "table", capacity_tokens=20, steps=1)
-    train(path)
-    write_run(tmp_path, make_rows([17, 3]), model=tmp_path / "table", capacity_tokens=20, steps=1)
-    told = refused(capfd, "train", path, "--overwrite", "--ranks", 2)
-    for part in ("max_position_embeddings", "17 tokens", "max_tokens: 16"):
+    path = write_run(tmp_path, make_rows([16, 17]), model=tmp_path / "table", capacity_tokens=20, steps=1)
+    told = refused(capfd, "train", path)
+    for part in ("max_position_embeddings", "sequence 1 (", "17 tokens", "max_tokens: 16"):
         assert part in told
 
 
