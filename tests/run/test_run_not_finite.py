@@ -104,7 +104,7 @@ def test_a_run_that_left_steps_out_goes_on_to_the_same_bits(tmp_path, monkeypatc
     ],
 )
 def test_a_run_that_cannot_be_helped_stops_and_saves_no_model(tmp_path, monkeypatch, capfd, policy, what, told):
-    path = write_run(tmp_path, ROWS, steps=9, checkpoint={"every_steps": 4}, **KEYS)
+    path = write_run(tmp_path, ROWS, steps=7, checkpoint={"every_steps": 4}, **KEYS)
     monkeypatch.setattr(step_end, "MOST_IN_A_ROW", 4)
     poison(monkeypatch, what, rank=0)
     assert call("train", path, "--set", f"not_finite={policy}") == 1
