@@ -35,7 +35,6 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
         ),
         (["--lengths", "github", "--branches", "8x1K", "--context", "1K"], "more than the 1024 tokens of a prompt"),
         (["--lengths", "github", "--branches", "8x1K", "--details"], "--branches: expected nothing beside planners"),
-        (["--lengths", "github", "--context", "2M", "--planners", "static", "--offload", "off"], "256 ranks"),
     ],
 )
 def test_simulate_refuses_what_it_cannot(tmp_path, capsys, arguments, told) -> None:
