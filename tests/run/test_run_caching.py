@@ -66,6 +66,7 @@ def test_cached_sources_are_the_sources(tmp_path):
     assert cache_in(tmp_path / "cache").prepared(sources, "data") == cached
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_run_trains_on_the_same_steps_from_the_cache(tmp_path, monkeypatch):
     rows = [*make_rows([30, 12, 5, 25, 1, 17, 24]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
     write_rows(tmp_path / "other.jsonl", make_rows([9, 8, 7], seed=1))

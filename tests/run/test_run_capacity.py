@@ -68,17 +68,17 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
 @pytest.mark.parametrize("virtual", [1, more(2)])
 def test_a_step_in_stages_holds_what_the_start_said(tmp_path, monkeypatch, virtual):
     """All tensors of both ranks are counted, of which the first keeps two microbatches. One stage: tests/engine."""
-    write_model(tmp_path / "model", num_hidden_layers=8)
-    lengths = (700,) * 6
-    keys = {"capacity_tokens": "auto", "global_batch": {"sequences": 6}, "precision": "fp32", "recompute": "none"}
+    write_model(tmp_path / "model", num_hidden_layers=4)
+    lengths = (700,) * 4
+    keys = {"capacity_tokens": "auto", "global_batch": {"sequences": 4}, "precision": "fp32", "recompute": "none"}
     job = job_of(write_run(tmp_path, make_rows(lengths), stages=2, virtual=virtual, **keys), ranks=2)
-    monkeypatch.setattr(room, "free_bytes", lambda *_: 20e6)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 11e6)
 
     def work(transport):
         with LiveBytes() as live:
             session = open_session(job, World(rank=transport.rank, world_size=2), transport, say=str)
             optimizer, planning = session.optimizer, session.planning.ahead
-            for each in ((9,) * 6, lengths):
+            for each in ((9,) * 4, lengths):
                 plan, live.peak_bytes = planning.plan(each), live.now_bytes
                 step = PlannedStep(batch=make_batch(each, vocab=VOCAB), plan=plan, plan_seconds=0.0)
                 optimizer.scale_gradients(clip_factor(1.0, session.backward(step).grad_norm))
