@@ -3,6 +3,8 @@
 That the text part trains and the whole is saved: tests/doors/test_doors_families.py.
 """
 
+import json
+
 import peft
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import AutoModelForImageTextToText
 
 from lengthwise.models import build_model, find_model, left_alone
 from lengthwise.models.own_rows import own_rows
+from lengthwise.run import building, setup
 from run.small_runs import call, train, write_run
 from tiers import more
 
@@ -23,6 +26,7 @@ def write_whole(folder, whole="gemma3", text="gemma3_text", **others):
     torch.manual_seed(0)
     config = tiny_tower_config(whole, text, {"vocab_size": VOCAB}, **others)
     AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"size": 16}', encoding="utf-8")
     return folder
 
 
@@ -31,6 +35,24 @@ def opened(folder):
 
 
 QWEN = "qwen3_vl", "qwen3_vl_text"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["stages=2", "shard=zero3"])
+def test_rank_0_alone_holds_towers_and_the_processor_is_saved(tmp_path, layout, capfd, monkeypatch):
+    made = building.open_session
+
+    def opened_session(job, world, transport, *arguments, **options):
+        session = made(job, world, transport, *arguments, **options)
+        places = {each.is_meta for each in left_alone(session.engine.model).values()}
+        assert places == {transport.rank > 0}, f"rank {transport.rank}: towers on meta: {places}"
+        return session
+
+    monkeypatch.setattr(setup, "open_session", opened_session)
+    path = write_run(tmp_path, make_rows(LENGTHS), model=write_whole(tmp_path / "model"), capacity_tokens=64, steps=1)
+    output = train(path, "--ranks", 2, "--set", layout)
+    assert "ForConditionalGeneration: rows of text train its text part" in capfd.readouterr().out
+    assert json.loads((output / "model/preprocessor_config.json").read_text()) == {"size": 16}
 
 
 def test_towers_are_read_from_the_files_by_name(tmp_path):
