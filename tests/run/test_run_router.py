@@ -7,18 +7,23 @@ from functools import cache
 import pytest
 import torch
 from testing import (
+    RecordingTransport,
     build_pair,
     make_batch,
     make_plan,
     tiny_family_config,
 )
 from testing.laid import whole_parameters
+from testing.order import check_order, rank_groups
 from testing.small import VOCAB, make_rows, relative
+from testing.strict import StrictWorld
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
+from lengthwise.core.shape import Cluster
+from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.engine import step as work
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
@@ -28,6 +33,8 @@ from lengthwise.models import (
     keep_double,
     token_loss,
 )
+from lengthwise.planner import PlanOptions, plan_step
+from lengthwise.program import last_on_all_ranks, lower_plan
 from lengthwise.run import reference, verify
 from run.small_runs import call, read_lines, train, write_run
 
@@ -76,6 +83,50 @@ def test_reference_of_verify_equals_one_graph_of_all_documents(family):
     loss, balance, gradients = one_process(family, batch)
     assert max(relative(found.loss, loss), relative(found.router_loss, balance)) <= 1e-13
     assert all(each <= 1e-12 for each in verify.gradient_differences(found.gradients, gradients).values())
+
+
+@cache
+def planned(ranks):
+    """One plan for all families: parity is asked of any plan."""
+    cost = analytic_cost(shape_from_config(pair("mixtral")["plain"].config.to_dict()), named_hardware("cpu"))
+    cluster = Cluster(ranks=ranks, capacity_tokens=-(-max(LENGTHS) // ranks) + 1)
+    return plan_step(LENGTHS, cluster, cost, PlanOptions(layers=2))
+
+
+@pytest.mark.exhaustive
+def test_order_real_calls_are_those_of_the_checked_order():
+    """Counting: ring rounds, one sum; then the kept graph's backward, then the rest. In evaluation the sum is last."""
+    plan, batch = planned(3), make_batch(LENGTHS, vocab=48)
+    pair("olmoe")
+    kept = last_on_all_ranks(plan)
+    assert 0 < len(kept) < len(plan.microbatches)
+    assert check_order(plan, layers=2, counts_routers=True) > 0
+
+    def called(inner, train):
+        transport = RecordingTransport(inner)
+        model = copy.deepcopy(pair("olmoe")["planned"])
+        kernel = choose_kernel(torch.device("cpu"))
+        done = run_part(plan, batch, StepContext(model, Mesh(transport, 1), kernel, name="step", train=train))
+        return [(call.name, call.phase) for call in transport.calls], done.router_loss
+
+    trained, evaluated = (StrictWorld(3).run(lambda t, train=train: called(t, train)) for train in (True, False))
+    for rank, (calls, _) in enumerate(trained):
+        numbers = {program.index: number for number, program in enumerate(lower_plan(plan, rank), start=1)}
+        expected = []
+        for label, operations in list(rank_groups(plan, rank, windows=[None] * 2, counts_routers=True))[:-1]:
+            if operations[0].kind == "collective":
+                expected.append(("all_reduce", "step, sum of the routers' counts"))
+                continue
+            microbatch, _, kind, _ = label.split(", ")
+            number = numbers[int(microbatch.removeprefix("microbatch "))]
+            expected.append(("exchange", f"step, microbatch {number} of {len(numbers)} {kind}"))
+        assert calls == expected
+    for calls, _ in evaluated:
+        assert all(name == "exchange" and phase.endswith("forward") for name, phase in calls[:-1])
+        assert calls[-1] == ("all_reduce", "step, sum of the routers' counts")
+    found, expected = (sum(loss for _, loss in each) for each in (evaluated, trained))
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert found > 0
 
 
 def test_routers_are_counted_by_the_logits_of_the_forward_under_autocast(monkeypatch):
