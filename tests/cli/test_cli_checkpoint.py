@@ -8,6 +8,7 @@ from testing.small import make_rows
 
 import lengthwise
 from run.small_runs import call, write_run
+from tiers import more
 
 KEYS = {"steps": 6, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}}
 
@@ -67,12 +68,13 @@ def test_what_is_broken_is_named_and_the_status_says_it(own, capsys):
     assert "No such file" in capsys.readouterr().out
 
 
-def test_an_exported_checkpoint_is_the_model_of_the_run(tmp_path):
-    path = write_run(tmp_path, make_rows([30, 12, 5, 60]), lora={"r": 4}, **KEYS)
-    lengthwise.train(path, ranks=2)
-    exported = tmp_path / "exported"
-    assert call("checkpoint", "export", tmp_path / "out", exported) == 0
-    whole = tmp_path / "out/model"
+@pytest.mark.parametrize("lora", [None, more({"r": 4})])
+def test_an_exported_checkpoint_is_the_model_of_the_run(trained, tmp_path, lora):
+    if lora:
+        lengthwise.train(write_run(tmp_path, make_rows([30, 12, 5, 60]), lora=lora, **KEYS), ranks=2)
+    output, exported = tmp_path / "out" if lora else trained, tmp_path / "exported"
+    assert call("checkpoint", "export", output, exported) == 0
+    whole = output / "model"
     assert sorted(each.name for each in exported.iterdir()) == sorted(each.name for each in whole.iterdir())
     for file in whole.iterdir():
         assert (exported / file.name).read_bytes() == file.read_bytes(), file.name

@@ -20,19 +20,15 @@ from run.small_runs import Command, read_lines, write_run
 
 
 @pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/new", "/proc/self/fd/1"])
-def test_devices_are_refused_and_stay(path: str) -> None:
+def test_devices_and_pipes_are_refused_and_stay(tmp_path, path: str) -> None:
     """To root, a file renamed to /dev/null would be the new /dev/null of the whole machine."""
     with pytest.raises(OutputError, match="a device or a pipe"):
         refuse_unwritable_file(Path(path))
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
-
-
-def test_pipes_are_refused_and_stay(tmp_path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OutputError, match="a device or a pipe"):
-        write_atomically(pipe, "text")
-    assert stat.S_ISFIFO(pipe.stat().st_mode)
+        write_atomically(tmp_path / "pipe", "text")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
 
 
 def test_links_stay_links_and_what_they_name_is_written(tmp_path) -> None:
@@ -78,6 +74,7 @@ def test_train_shows_every_step_whole_on_a_terminal(tmp_path):
         assert max(map(len, said)) <= 60
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no such device here")
 def test_a_full_disk_under_the_output_is_told_without_a_traceback(tmp_path) -> None:
     command = [sys.executable, "-m", "lengthwise", "simulate", "--help"]

@@ -1,27 +1,59 @@
-"""`lengthwise plan`: on any machine, without torch, and just what training would do."""
+"""`lengthwise plan`: on any machine, without torch, just what training would do; costs, modes, speeds, choices."""
 
 import json
 import os
+import subprocess
+import sys
 
-from testing.small import write_model
+import pytest
+from testing.small import make_rows, write_model
 
-from cli.plan_calls import plan_without_torch, read_plan
+from cli.plan_calls import read_plan, refused
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
 from run.small_runs import call, train, write_run
 
+WITHOUT = """
+import sys
+
+HIDDEN = {"torch", "transformers", "safetensors", "tokenizers"}
+
+class Hiding:  # as on a machine where they are not installed
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, name, *more):
+        return None if name.partition(".")[0] in HIDDEN else self.finder.find_spec(name, *more)
+
+sys.meta_path[:] = map(Hiding, sys.meta_path)
+from lengthwise.cli import main
+main(sys.argv[1:])
+"""
+
+
+def plan_without_torch(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", WITHOUT, "plan", *map(str, arguments)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
 
 def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path):
-    texts = [{"text": "x" * n} for n in (30, 1, 12, 5, 61, 2, 90, 17)]
+    texts = [{"text": "x" * n} for n in (30, 1, 12, 5, 61, 2)]
     write_model(tmp_path / "model", vocab_size=256)
     path = write_run(tmp_path, texts, model=tmp_path / "model", tokenizer="bytes", global_batch={"sequences": 6})
-    said = plan_without_torch("--config", path, "--ranks", 3, "--out", tmp_path / "plan.json")
+    said = plan_without_torch("--config", path, "--ranks", 2, "--out", tmp_path / "plan.json")
     assert "6 sequences" in said
     made = read_plan(tmp_path / "plan.json")
-    output = train(path, "--ranks", 3, "--set", "steps=1")
+    output = train(path, "--ranks", 2, "--set", "steps=1")
     run = Plan.from_json(read_plan_text(output / "plans/step-000001.json.gz"))
     assert (made.tokens, made.microbatches, made.capacity) == (run.tokens, run.microbatches, run.capacity)
-    assert (made.ranks, made.layers) == (3, 2)
+    assert (made.ranks, made.layers) == (2, 2)
 
 
 def test_plan_of_lengths_and_of_a_recipe(tmp_path, capsys):
@@ -58,12 +90,89 @@ def test_plan_file_may_be_read_by_others(tmp_path, lengths):
     assert read_plan(out).tokens == (5, 70, 9)
 
 
-def test_plan_takes_a_models_folder_for_its_shape_and_makes_the_folders_of_its_output(tmp_path, lengths):
+def test_plan_takes_a_models_folder_for_its_shape_and_makes_the_folders_of_its_output(tmp_path, lengths, capsys):
     """Names of files are printed as they are, though they look like markup."""
     write_model(tmp_path / "my-model", vocab_size=256)
     out = tmp_path / "deep/[bold]plan[/red] :smile:.json"
     rest = ("--lengths", lengths, "--ranks", 1, "--capacity", 128, "--out", out)
-    said = plan_without_torch(*rest, "--model-shape", tmp_path / "my-model")
+    assert call("plan", *rest, "--model-shape", tmp_path / "my-model") == 0
+    said = capsys.readouterr().out.replace("\n", "")
     assert read_plan(out).layers == 2
     assert f"written to {out}" in said
     assert "3 sequences, 84 tokens, longest 70; 1 rank of 128 tokens" in said
+
+
+def test_plan_with_given_costs_needs_no_model_and_is_scored_by_their_formula(tmp_path, lengths):
+    """Seventy tokens over two ranks of 40: (q s^2 + l s) / 2, what transfers cost beyond attention, and the launch."""
+    cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
+    cost.write_text('{"quadratic_seconds": 1, "linear_seconds": 10, "fixed_seconds": 5, "ring_seconds": 100}')
+    assert call("plan", "--cost", cost, "--lengths", lengths, "--ranks", 2, "--capacity", 40, "--out", out) == 0
+    plan = read_plan(out)
+    assert plan.layers == 1
+    ring = (70**2 + 10 * 70) / 2 + (100 * 70 - 70**2) / 2 + 5
+    assert plan.notes["predicted_seconds"] == pytest.approx(ring + 9**2 + 10 * 9 + 5)
+
+
+def test_plan_of_a_run_file_with_given_costs(tmp_path, capsys):
+    cost, out = tmp_path / "cost.json", tmp_path / "plan.json"
+    cost.write_text('{"linear_seconds": 1}')
+    for number, (model, layers) in enumerate((("tiny", 2), ("somebody/a-model", 1))):
+        run = write_run(tmp_path / str(number), make_rows([30, 12]), model=model)
+        assert call("plan", "--cost", cost, "--config", run, "--ranks", 2, "--out", out) == 0
+        assert "given/1 linear_seconds=1.0" in capsys.readouterr().out
+        assert read_plan(out).layers == layers
+
+
+def test_plan_of_a_run_file_takes_the_fastest_layout_that_fits(tmp_path, capsys):
+    """What a step gathers and sums hides behind 16K tokens a rank, and not behind a few."""
+    rest = ("--ranks", 8, "--model-shape", "qwen3-4b", "--hardware", "h100", "--out", tmp_path / "plan.json")
+    for length, shard in ((1800, "zero3"), (18, "zero1")):
+        rows = make_rows([length] * 72)
+        run = write_run(
+            tmp_path, rows, model="tiny", precision="auto", capacity_tokens=4096, global_batch={"sequences": 72}
+        )
+        assert call("plan", "--config", run, *rest) == 0
+        assert f"shard {shard}: a step takes" in " ".join(capsys.readouterr().out.split())
+        assert ("waves" in read_plan(tmp_path / "plan.json").requires) == (shard == "zero3")
+
+
+def test_plan_writes_waves_and_pipelines_and_reads_capacities_in_thousands(tmp_path, lengths):
+    out = tmp_path / "plan.json"
+    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", "1.5K", "--out", out)
+    assert call("plan", *rest, "--mode", "waves") == 0
+    assert (read_plan(out).schedule, read_plan(out).capacity) == ({"kind": "waves"}, 1536)
+    assert call("plan", *rest, "--mode", "pipeline", "--stages", 4, "--virtual", 2) == 0
+    plan = read_plan(out)
+    assert plan.schedule == {"kind": "pipeline", "stages": 4, "virtual": 2}
+    assert plan.requires == ("pipeline",)
+    assert plan.notes["cost"] == "all-terms/1 llama-7b h100 pp4"
+
+
+def test_plan_on_ranks_of_unequal_speed(tmp_path, capfd):
+    (tmp_path / "lengths.json").write_text("[60000, 9000, 700, 5000, 12000, 800, 400, 9000]")
+    rest = ("--lengths", tmp_path / "lengths.json", "--capacity", 65536, "--out", tmp_path / "plan.json")
+    assert call("plan", *rest, "--ranks", 4, "--speeds", "2x1.0,2x0.5") == 0
+    plan = read_plan(tmp_path / "plan.json")
+    assert plan.notes["speeds"] == [[2, 1.0], [2, 0.5]]
+    assert "step time" in capfd.readouterr().out
+    unequal = plan.notes["predicted_seconds"]
+    assert call("plan", *rest, "--ranks", 4) == 0
+    assert read_plan(tmp_path / "plan.json").notes["predicted_seconds"] < unequal
+
+
+def test_plan_offloads_and_splits_heads_where_asked(tmp_path, capfd):
+    lengths, out = tmp_path / "lengths.json", tmp_path / "plan.json"
+    lengths.write_text("[106496, 3000]")
+    rest = ("--lengths", lengths, "--ranks", 9, "--capacity", 8192, "--out", out)
+    assert "needs 13 ranks" in refused(capfd, *rest)
+    assert call("plan", *rest, "--offload", "auto", "--heads", "auto") == 0
+    assert read_plan(out).microbatches[0].offload > 0
+
+
+def test_plan_chooses_recomputation_by_what_memory_leaves(tmp_path, lengths):
+    out = tmp_path / "plan.json"
+    rest = ("--lengths", lengths, "--ranks", 64, "--out", out)
+    assert call("plan", *rest, "--recompute", "auto") == 0
+    assert read_plan(out).capacity > 1000
+    assert call("plan", *rest, "--recompute", "layer", "--capacity", 64) == 0
+    assert read_plan(out).microbatches[0].recompute == "layer"

@@ -94,13 +94,6 @@ def test_plan_refuses_what_cannot_be(files, monkeypatch, capfd, changes, told):
     assert sorted(files.iterdir()) == before
 
 
-@pytest.mark.parametrize("text", ["[1e400]", "[]", "[1, 0]", "[true]", '{"recipe": "byted", "tokens": -1, "seed": 0}'])
-def test_plan_refuses_a_broken_lengths_file(tmp_path, monkeypatch, capfd, text):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lengths.json").write_text(text)
-    assert refused(capfd, *arguments_of("")).startswith("error[")
-
-
 def test_plan_tells_all_that_is_wrong_with_a_command_line_at_once(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.json").write_text("[0, 1.5]")

@@ -22,12 +22,9 @@ def test_simulate_published_lengths_writes_json_traces_and_a_page(tmp_path, caps
     assert {"static", "single-degree", "power-of-two", "bytescale", "lengthwise"} <= set(written["planners"])
     ours = written["planners"]["lengthwise"]
     assert all(step >= bound for step, bound in zip(ours["step_seconds"], ours["bound_seconds"], strict=True))
-    assert f"{ours['speedup_over_best_other']:.2f}x" in said
-    assert f"{100 * ours['ideal_ratio']:.1f} %" in said
-    best = min(each["mean_seconds"] for name, each in written["planners"].items() if name != "lengthwise")
-    saved = 100 - 100 * ours["mean_seconds"] / best
     words = " ".join(said.split())
-    assert (f"needs {saved:.1f} % fewer GPU hours" in words) != ("no gain beyond the error" in words)
+    assert f"{ours['speedup_over_best_other']:.2f}x" in words
+    assert f"{100 * ours['ideal_ratio']:.1f} %" in words
     assert "All planners used one mesh" in words
     for planner in written["planners"]:
         assert json.loads((out / f"trace-{planner}.json").read_text())["traceEvents"]
@@ -58,22 +55,6 @@ def test_published_lengths_with_prompts_fill_batches_within_the_context() -> Non
         assert sum(batch[:-1]) < 200_000 <= sum(batch)
 
 
-@pytest.mark.exhaustive
-def test_simulate_lets_all_planners_choose_offload_heads_and_recomputation(tmp_path, capsys) -> None:
-    small = [*SMALL[: SMALL.index("--capacity")], "--lengths", "github", "--context", "128K", "--mesh", "same"]
-    small += ["--out", tmp_path / "out"]
-    choices = ("--offload", "auto", "--heads", "auto", "--planners", "bytescale,lengthwise")
-    status, _, _ = simulate(capsys, *small, *choices, "--recompute", "auto")
-    assert status == 0
-    written = json.loads((tmp_path / "out" / "simulation.json").read_text())
-    assert (written["offload"], written["heads"]) == ("auto", "auto")
-    assert set(written["recompute"]) == {"none", "layer", "all_but_attention", "elementwise"}
-    assert written["planners"]["bytescale"]["capacities_tokens"]["all_but_attention"] == 40_704
-    assert min(written["planners"]["lengthwise"]["step_seconds"]) > 0
-    for refused in (("--recompute", "auto", "--capacity", "8K"), ("--recompute", "all"), ("--offload", "yes")):
-        assert simulate(capsys, *small, *refused)[0] == 2
-
-
 def test_simulate_takes_a_models_folder_without_torch(tmp_path, monkeypatch, capsys) -> None:
     folder = tmp_path / "my-model"
     folder.mkdir()
@@ -85,6 +66,7 @@ def test_simulate_takes_a_models_folder_without_torch(tmp_path, monkeypatch, cap
     run = "import sys; from lengthwise.cli import main\ntry:\n    main(sys.argv[1:])\n"
     run += "finally:\n    print([name for name in ('torch', 'transformers') if name in sys.modules])"
     arguments = ["simulate", *map(str, OWN), "--lengths", "prolong", "--context", "4K", "--out", str(tmp_path / "out")]
+    arguments += ["--planners", "lengthwise"]
     arguments[arguments.index("llama-7b")] = "my-model"
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", run, *arguments], capture_output=True, text=True, cwd=tmp_path
@@ -135,17 +117,17 @@ def test_simulate_touches_no_files_of_others(tmp_path, capsys, monkeypatch, name
 
 def test_simulate_answers_first_in_one_sentence(tmp_path, capsys) -> None:
     """Nothing is written unasked; adapters and kernels are priced."""
-    asked = ("--model", "Qwen/Qwen3-8B", "--gpus", 8, "--lengths", "github", "--batch-tokens", "256K", "--batches", 1)
+    asked = ("--model", "Qwen/Qwen3-8B", "--gpus", 8, "--lengths", "github", "--batch-tokens", "64K", "--batches", 1)
     found = {}
-    for name, more in {"whole": (), "lora": ("--lora", 16), "quick": ("--kernel", "flash3")}.items():
+    for name, more in {"lora": ("--lora", 16), "quick": ("--lora", 16, "--kernel", "flash3")}.items():
         status, said, _ = simulate(capsys, *asked, *more, "--out", tmp_path / name)
         assert status == 0
         assert {each.name for each in (tmp_path / name).iterdir()} == {"simulation.json", "report.html"}
         found[name] = json.loads((tmp_path / name / "simulation.json").read_text())["answer"]
         assert said.splitlines()[0] == found[name]["sentence"]
-    for name in ("lora", "quick"):
-        pairs = zip(found["whole"]["rows"], found[name]["rows"], strict=True)
-        assert {b["step_seconds"] < a["step_seconds"] for a, b in pairs if a["step_seconds"]} == {True}, name
+    assert "LoRA of rank 16" in said
+    pairs = zip(found["lora"]["rows"], found["quick"]["rows"], strict=True)
+    assert {b["step_seconds"] < a["step_seconds"] for a, b in pairs if a["step_seconds"]} == {True}
     for more, told in {
         ("--lora", 16, "--details"): "--lora: expected nothing beside planners in detail",
         ("--kernel", "flash4"): "--kernel: expected one of flash2, flash3, cudnn",

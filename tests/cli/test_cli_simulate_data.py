@@ -3,30 +3,15 @@
 import json
 from pathlib import Path
 
-import pytest
 from testing.small import make_rows, write_model
 
 from cli.simulate_calls import OWN, simulate
-from run.small_runs import call, write_run
+from run.small_runs import write_run
 
 
 def write_rows(path: Path, texts: list[str]) -> Path:
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return path
-
-
-@pytest.mark.exhaustive
-def test_simulate_says_that_texts_are_counted_in_bytes(tmp_path, capsys) -> None:
-    """Of prepared data, too, and not of rows that are tokens."""
-    rows, out = write_rows(tmp_path / "my.jsonl", ["x" * 900, "y" * 20]), tmp_path / "out"
-    asked = ("--out", out, "--planners", "lengthwise", "--data")
-    assert call("prepare", rows, "--out", tmp_path / "store", "--tokenizer", "bytes") == 0
-    for data in (rows, tmp_path / "store"):
-        assert "texts counted in bytes, not tokens" in simulate(capsys, *OWN, *asked, data)[1]
-        assert json.loads((out / "simulation.json").read_text())["lengths_in"] == "bytes"
-    rows.write_text(json.dumps({"input_ids": [1] * 50}) + "\r\n")
-    assert "bytes" not in simulate(capsys, *OWN, *asked, rows)[1]
-    assert json.loads((out / "simulation.json").read_text())["lengths_in"] == "tokens"
 
 
 def test_simulate_leaves_empty_rows_out_only_when_told(tmp_path, capsys) -> None:
@@ -40,9 +25,9 @@ def test_simulate_leaves_empty_rows_out_only_when_told(tmp_path, capsys) -> None
     status, said, _ = simulate(capsys, *arguments, "--empty", "skip")
     assert status == 0
     assert "1 row left out (empty)" in said
+    assert "texts counted in bytes, not tokens" in said
     figures = json.loads((out / "simulation.json").read_text())
-    assert figures["rows_left_out"] == {"empty": 1}
-    assert figures["longest_tokens"] == 900
+    assert (figures["rows_left_out"], figures["lengths_in"], figures["longest_tokens"]) == ({"empty": 1}, "bytes", 900)
 
 
 def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:
@@ -51,8 +36,6 @@ def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:
     rest = (*OWN, "--planners", "lengthwise", "--out", tmp_path / "out")
     _, said, _ = simulate(capsys, *rest, "--data", *shards)
     assert f"{shards[0]} and 1 other, longest 700" in said
-    _, said, _ = simulate(capsys, *rest, "--data", tmp_path / "shards")
-    assert "longest 700" in said
     (tmp_path / "shards" / "notes.txt").write_text("x")
     status, _, error = simulate(capsys, *rest, "--data", tmp_path / "shards")
     assert status == 2
@@ -64,13 +47,14 @@ def test_simulate_takes_several_files_of_data(tmp_path, capsys) -> None:
     assert "--data.1" not in error
 
 
-def test_simulate_takes_model_data_and_batch_of_a_run_file(tmp_path, capsys) -> None:
+def test_simulate_takes_model_and_data_of_a_run_file(tmp_path, capsys) -> None:
+    """Its batch, too: test_cli_data.py."""
     path = write_run(tmp_path, make_rows([30, 700]), model=str(write_model(tmp_path / "model", weights=False)))
     asked = ("--gpus", 2, "--batches", 1)
-    status, said, _ = simulate(capsys, path, *asked)
+    status, said, _ = simulate(capsys, path, *asked, "--batch-tokens", "4K")
     assert status == 0
-    assert f"1 batch of 730 tokens of {path}, longest 700" in said
-    assert "1 batch of 4,380 tokens" in simulate(capsys, path, *asked, "--batch-tokens", "4K")[1]
+    assert f"1 batch of 4,380 tokens of {path}, longest 700" in said
+    assert "counted in bytes" not in said
     _, _, error = simulate(capsys, path, *asked, "--lengths", "github", "--tokenizer", "x")
     assert "got RUN.yaml and --lengths" in error
     path.write_text(path.read_text().replace("model:", "model: org/name\nno:"))

@@ -26,6 +26,8 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
         (["--lengths", "github", "--ranks", 10**9], "--ranks: expected a whole number from 1 to 262144"),
         (["--lengths", "github", "--pp", "33"], "--pp: expected 1 to the 32 layers"),
         (["--lengths", "github", "--batch-tokens", "8G", "--context", 1], "a batch of at most 4,194,304 sequences"),
+        (["--lengths", "github", "--recompute", "auto"], "--capacity: expected nothing beside --recompute auto"),
+        (["--lengths", "github", "--recompute", "all"], "--recompute: expected one of none, layer"),
         (["--lengths", "github", "--mode", "pipeline"], "--pp: expected a number in mode pipeline"),
         *(
             (["--lengths", "github", "--branches", wrong], "--branches: expected 2 or more completions x 17 or more")
@@ -33,7 +35,6 @@ def test_simulate_refuses_devices_that_no_mesh_has_room_on(tmp_path, capsys) -> 
         ),
         (["--lengths", "github", "--branches", "8x1K", "--context", "1K"], "more than the 1024 tokens of a prompt"),
         (["--lengths", "github", "--branches", "8x1K", "--details"], "--branches: expected nothing beside planners"),
-        (["--lengths", "github", "--context", "2M", "--planners", "static", "--offload", "off"], "256 ranks"),
     ],
 )
 def test_simulate_refuses_what_it_cannot(tmp_path, capsys, arguments, told) -> None:

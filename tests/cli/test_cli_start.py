@@ -13,7 +13,8 @@ import pytest
 from testing.small import VOCAB, make_rows
 from transformers import GPT2Config
 
-from run.small_runs import Command, call, count_lines, losses, train, write_run
+from lengthwise.cli.train import describe_job
+from run.small_runs import Command, call, count_lines, job_of, losses, train, write_run
 from tiers import more
 
 
@@ -22,13 +23,6 @@ def refused(capfd, *arguments, code=2):
     err = capfd.readouterr().err
     assert "Traceback" not in err
     return err
-
-
-def no_process_may_start(monkeypatch):
-    def fail(*_, **__):
-        raise AssertionError("a process was started")
-
-    monkeypatch.setattr("lengthwise.run.api.on_ranks", fail)
 
 
 def test_a_typing_error_in_the_run_file_is_told_without_torch(tmp_path):
@@ -75,37 +69,28 @@ def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, cap
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--ranks", "0", "--timeout-seconds", "-1"], ["got 0", "--timeout-seconds"]),
-        (["--ranks", "0", "--set", "optimizer.lrr=1"], ["--ranks", "optimizer.lrr"]),
-        (["--timeout-seconds", "1e12"], ["--timeout-seconds"]),
-        (["--max-restarts=1001"], ["--max-restarts"]),
-        (["--resume", "--overwrite"], ["expected --overwrite or --resume; got both"]),
-        (["--rank", "2"], ["--ranks N"]),
+        (["train", "run.yaml", "--ranks", "0", "--timeout-seconds", "-1"], ["got 0", "--timeout-seconds"]),
+        (["train", "run.yaml", "--ranks", "0", "--set", "optimizer.lrr=1"], ["--ranks", "optimizer.lrr"]),
+        (["train", "run.yaml", "--timeout-seconds", "1e12"], ["--timeout-seconds"]),
+        (["train", "run.yaml", "--max-restarts=1001"], ["--max-restarts"]),
+        (["train", "run.yaml", "--resume", "--overwrite"], ["expected --overwrite or --resume; got both"]),
+        (["train", "run.yaml", "--rank", "2"], ["--ranks N"]),
+        (["verify", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["plan", "--ranks", 1, "--out", "p.json", "--config", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["verify", "run.yaml", "--ranks", "0"], ["--ranks"]),
+        (["verify", "run.yaml", "--set", "steps"], ["--set steps"]),
+        (["trian"], ["Did you mean `train`?"]),
     ],
 )
-def test_train_refuses_bad_arguments_by_name_before_any_process_starts(tmp_path, capfd, monkeypatch, arguments, said):
-    no_process_may_start(monkeypatch)
-    err = refused(capfd, "train", write_run(tmp_path, make_rows([3])), *arguments)
-    assert [each for each in said if each not in err] == []
-
-    assert "lengthwise plan" not in err, "of this verb alone"
-    assert len(err.splitlines()) <= 10
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["verify", "nowhere.yaml"], "nowhere.yaml"),
-        (["plan", "--ranks", 1, "--out", "p.json", "--config", "nowhere.yaml"], "nowhere.yaml"),
-        (["verify", "run.yaml", "--ranks", "0"], "--ranks"),
-        (["verify", "run.yaml", "--set", "steps"], "--set steps"),
-        (["trian"], "Did you mean `train`?"),
-    ],
-)
-def test_start_refuses_bad_usage_with_status_2(tmp_path, capfd, monkeypatch, arguments, said):
+def test_bad_arguments_are_refused_by_name_before_any_process_starts(tmp_path, capfd, monkeypatch, arguments, said):
+    monkeypatch.setattr("lengthwise.run.api.on_ranks", None)
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path, make_rows([3]), model="tiny")
-    assert said in refused(capfd, *arguments)
+    err = refused(capfd, *arguments)
+    assert [each for each in said if each not in err] == []
+    if arguments[0] == "train":
+        assert "lengthwise plan" not in err, "of this verb alone"
+        assert len(err.splitlines()) <= 10
 
 
 def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd):
@@ -113,27 +98,24 @@ def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd):
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     GPT2Config(**sizes, **dropouts, max_position_embeddings=16).save_pretrained(tmp_path / "table")
-    path = write_run(tmp_path, make_rows([16, 3]), model=tmp_path / "table", capacity_tokens=20, steps=1)
-    train(path)
-    write_run(tmp_path, make_rows([17, 3]), model=tmp_path / "table", capacity_tokens=20, steps=1)
-    told = refused(capfd, "train", path, "--overwrite", "--ranks", 2)
-    for part in ("max_position_embeddings", "17 tokens", "max_tokens: 16"):
+    path = write_run(tmp_path, make_rows([16, 17]), model=tmp_path / "table", capacity_tokens=20, steps=1)
+    told = refused(capfd, "train", path)
+    for part in ("max_position_embeddings", "sequence 1 (", "17 tokens", "max_tokens: 16"):
         assert part in told
 
 
 def test_train_refuses_an_output_that_holds_a_run_and_replaces_it_when_asked(tmp_path, capfd):
-    path = write_run(tmp_path, make_rows([5, 6, 7]), steps=5)
-    output = train(path, "--ranks", 2)
+    path = write_run(tmp_path, make_rows([5, 6, 7]), steps=3)
+    output = train(path)
     before = (output / "metrics.jsonl").read_bytes()
     (output / "notes.txt").write_text("mine")
     (output / "more").mkdir()
     (output / "more/metrics.jsonl").write_text("mine too")
-    err = refused(capfd, "train", path, "--ranks", 2)
-    assert "--overwrite" in err
+    assert "--overwrite" in refused(capfd, "train", path)
     assert (output / "metrics.jsonl").read_bytes() == before
-    assert call("train", path, "--ranks", 2, "--overwrite", "--set", "steps=2") == 0
-    assert count_lines(output / "metrics.jsonl") == count_lines(output / "ledger.jsonl") == 2
-    assert sorted(plan.name for plan in (output / "plans").iterdir()) == ["step-000001.json.gz", "step-000002.json.gz"]
+    assert call("train", path, "--overwrite", "--set", "steps=1") == 0
+    assert count_lines(output / "metrics.jsonl") == count_lines(output / "ledger.jsonl") == 1
+    assert [plan.name for plan in (output / "plans").iterdir()] == ["step-000001.json.gz"]
     assert (output / "notes.txt").read_text() == "mine"
     assert (output / "more/metrics.jsonl").read_text() == "mine too"
 
@@ -168,16 +150,16 @@ def test_train_refuses_ranks_that_conflict_with_torchrun(tmp_path, capfd, monkey
 
 def test_train_whose_reader_went_away_goes_on(tmp_path):
     """`lengthwise train ... | head -1`"""
-    path = write_run(tmp_path, make_rows([5, 6]), steps=20)
+    path = write_run(tmp_path, make_rows([5, 6]), steps=5)
     reading, writing = os.pipe()
-    command = Command("train", path, "--ranks", 2, stdout=writing, prepare=lambda: os.close(reading))
+    command = Command("train", path, "--ranks", 1, stdout=writing, prepare=lambda: os.close(reading))
     os.close(writing)
     assert os.read(reading, 20).startswith(b"model")
     os.close(reading)
     status, _, err = command.finish()
     assert status == 0
     assert {line for line in err.splitlines() if line} == {"progress is no longer shown: Broken pipe; the run goes on"}
-    assert len(losses(tmp_path / "out")) == 20
+    assert len(losses(tmp_path / "out")) == 5
     assert (tmp_path / "out/model/model.safetensors").exists()
 
 
@@ -204,7 +186,8 @@ def test_command_whose_reader_went_away_ends_without_a_traceback(tmp_path):
     assert "BrokenPipe" not in done.stderr
 
 
-@pytest.mark.parametrize(("planner", "status"), [("lengthwise", 0), more("ä", 2)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("planner", "status"), [("lengthwise", 0), ("ä", 2)])
 def test_command_in_the_c_locale_does_not_crash(tmp_path, planner, status):
     """A real process with LANG=C and ASCII streams: a table, or an error that names a file."""
     (tmp_path / "längen.json").write_text("[5, 70, 9]")
@@ -278,3 +261,20 @@ def test_train_alone_interrupted_twice_ends_soon(tmp_path, monkeypatch, wakes):
     status, _, err = command.finish(30)
     assert status == 130
     assert f"interrupted{': nothing' if wakes else ' within a step: nothing more'} was saved" in err
+
+
+def test_train_says_beforehand_how_long_it_will_take(tmp_path):
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40] * 8), capacity_tokens=40, steps=200)
+    job = job_of(path)
+    assert "time    not estimated: with so little work a step is mostly overhead; each step prints" in describe_job(job)
+    assert 0 < job.estimated_step_seconds < 0.1
+    larger = job_of(path, overrides=["global_batch.sequences=8"])
+    assert larger.estimated_step_seconds == 2 * job.estimated_step_seconds
+    assert job_of(path, ranks=4).estimated_step_seconds == job.estimated_step_seconds / 4
+
+
+@pytest.mark.parametrize("rate", [0.0, 1e-3])
+def test_train_says_when_nothing_was_trained(tmp_path, capsys, rate):
+    path = write_run(tmp_path, make_rows([5, 6]), steps=1, optimizer={"lr": rate})
+    assert call("train", path) == 0
+    assert ("NOTHING WAS TRAINED" in capsys.readouterr().out) == (rate == 0)

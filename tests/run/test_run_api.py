@@ -13,6 +13,7 @@ from lengthwise.core.errors import CallbackError, LengthwiseError
 from lengthwise.core.plan import Plan
 from lengthwise.run.api import train, verify
 from lengthwise.run.callbacks import Callback
+from lengthwise.run.prepared_run import read_start
 from run.small_runs import read_lines, write_run
 
 
@@ -38,18 +39,16 @@ class Heard(Callback):
 
 
 def test_train_takes_a_file_its_values_or_its_settings_and_returns_the_last_metrics(tmp_path):
-    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40)
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, steps=2)
     values = json.loads(path.read_text())
     values |= {"data": [{"path": str(tmp_path / "train.jsonl")}], "output": str(tmp_path / "out")}
-    found = []
-    for run in (str(path), values, load_config(path)):
-        result = train(run, overwrite=True)
-        assert (result.steps, result.folder, result.stopped_by) == (3, tmp_path / "out", None)
-        rows = read_lines(tmp_path / "out/metrics.jsonl")
-        assert {key: value for key, value in asdict(result.metrics).items() if value is not None} == rows[-1]
-        assert (result.first_loss, result.last_loss) == (rows[0]["loss"], rows[-1]["loss"])
-        found.append(result.last_loss)
-    assert len(set(found)) == 1
+    runs = (str(path), values, load_config(path))
+    first, *others = (read_start(run, [], ranks=1, timeout_seconds=9).config for run in runs)
+    assert others == [first, first]
+    result, rows = train(values), read_lines(tmp_path / "out/metrics.jsonl")
+    assert (result.steps, result.folder, result.stopped_by) == (2, tmp_path / "out", None)
+    assert {key: value for key, value in asdict(result.metrics).items() if value is not None} == rows[-1]
+    assert (result.first_loss, result.last_loss) == (rows[0]["loss"], rows[-1]["loss"])
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

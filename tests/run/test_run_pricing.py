@@ -39,7 +39,7 @@ def _plan_of(output):
 def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capfd):
     found = measurements_of(samples_of(machine()), threads_of_each(2))
     (tmp_path / "measurements.json").write_text(found.to_json())
-    keys = {"measurements": "measurements.json", "steps": 2, "capacity_tokens": 64}
+    keys = {"measurements": "measurements.json", "steps": 1, "capacity_tokens": 64}
     rows = make_rows([20, 90, 5, 40])
     output = train(write_run(tmp_path, rows, model="tiny", precision="fp32", **keys), "--ranks", 2)
     assert _plan_of(output)(1)["cost"].startswith("measured/1 tiny cpu")

@@ -61,7 +61,7 @@ def test_steps_are_planned_beside_a_slow_rank_and_what_is_left_out_is_said_once(
 
 @pytest.mark.parametrize("factors", [(5.0, 5.0, 5.0), (0.7, 1.3, 1.0)])
 def test_ranks_that_are_alike_are_not_taken_for_slow_ones_where_costs_are_off(factors):
-    slow, _, notes = run_of(factors=factors, planner="bytescale")
+    slow, _, notes = run_of(factors=factors, planner="bytescale", steps=10)
     assert slow.speeds is None
     assert notes == []
 

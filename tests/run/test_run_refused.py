@@ -35,6 +35,7 @@ REFUSED = [
     (1, {"virtual": 2}, "virtual: 2 -> 1 beside `stages: 1`"),
     (4, FULL, "got 90 tokens; 2 replicas of 24 each (given). Use capacity_tokens: 30 or auto"),
     (3, {"shard": "hybrid", "ranks_per_node": 2}, "ranks_per_node: expected a number that divides 3 ranks; got 2"),
+    (1, {"quantization": "nf4", "precision": "fp32"}, "quantized weights do not train"),
     (1, {"lora": {"r": 0}}, "lora.r: 0 (a whole number) -> at least 1"),
     (1, {"lora": {"target_modules": ["q_pro"]}}, "Did you mean `q_proj`?"),
     (1, {"lora": {"modules_to_save": ["lm_head"]}}, "lora.modules_to_save"),

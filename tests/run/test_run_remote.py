@@ -5,6 +5,7 @@ Feeds are in the ranks' own processes, but in the last test, whose Ray takes sec
 
 import contextlib
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -20,7 +21,6 @@ from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
 from run.small_runs import assert_equal_runs, broken_off, call, read_lines
 from run.test_run_streaming import run_of
-from tiers import more
 
 
 @pytest.fixture
@@ -41,34 +41,22 @@ def in_process(monkeypatch):
     monkeypatch.setattr(main, "_serving_rows", rows_of)
 
 
-@pytest.mark.parametrize("size", [more({"sequences": 4}), {"tokens": 64}])
-def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process, size):
-    paths = [run_of(tmp_path / f"{remote}", remote=remote, global_batch=size, steps=4) for remote in (False, 2)]
+def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process):
+    keys = {"global_batch": {"tokens": 64}, "steps": 3}
+    paths = [run_of(tmp_path / f"{remote}", remote=remote, **keys) for remote in (False, 2)]
     for path in paths:
         lengthwise.train(path, ranks=2)
     assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3)])
-def test_a_run_on_remote_rows_goes_on_where_it_was(tmp_path, in_process, before, after):
-    wanted = run_of(tmp_path / "whole", remote=1, global_batch={"tokens": 64})
-    lengthwise.train(wanted, ranks=before)
-    assert any(row["ring_token_ratio"] > 0 for row in read_lines(wanted.parent / "out" / "metrics.jsonl"))
-    path = run_of(tmp_path / "broken", remote=1, global_batch={"tokens": 64})
-    found = broken_off(path, before, after=5)
-    lengthwise.train(path, ranks=after, overrides=["data.0.remote=3"], resume=True)
-    assert_equal_runs(found, wanted.parent / "out", exactly=before == after)
-
-
-@pytest.mark.exhaustive
 def test_rows_of_a_run_that_goes_on_are_those_of_before(tmp_path, in_process):
     path = run_of(tmp_path, remote=True)
-    broken_off(path, 1, after=3)
+    broken_off(path, 2, after=3)
     rows = path.parent / "train.jsonl"
     rows.write_text(rows.read_text().replace("1", "2", 1))
-    assert call("train", path, "--resume") == 2
-    assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
+    assert call("train", path, "--ranks", 2, "--resume") == 2
+    assert lengthwise.train(path, ranks=2, resume=True, accept_changes=True).steps == 7
 
 
 def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process, monkeypatch):
@@ -151,11 +139,11 @@ def test_actors_of_ray_that_are_killed_lose_and_repeat_nothing(tmp_path, monkeyp
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_TMPDIR", f"/tmp/lw-{os.getpid()}")
-    paths = [run_of(tmp_path / f"{remote}", remote=remote, steps=20) for remote in (False, 2)]  # one part: one actor
+    paths = [run_of(tmp_path / f"{remote}", remote=remote, steps=20) for remote in (False, 2)]
     lengthwise.train(paths[0], ranks=2)
     lengthwise.train(paths[1], ranks=2, callbacks=[KillsAnActor(3), NotesListeners()])
     notes = (tmp_path / "notes").read_text()
-    assert "data.0, actor 1 of 1 ended and was started again" in notes
+    assert re.search(r"data\.0, actor \d of \d ended and was started again", notes), notes
     listeners = [line.split()[-1] for line in notes.splitlines() if line.startswith("listens at")]
     assert {"0100007F", "0000000000000000FFFF00000100007F"} >= {*listeners} > set(), "others reach this Ray"
     assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")

@@ -21,7 +21,7 @@ def test_train_ledger_covers_every_epoch_once_whatever_the_ranks_and_planner_and
     ledgers = []
     for ranks, planner in ((2, "static"), (3, "lengthwise")):
         path = write_run(
-            tmp_path, steps=None, epochs=2, global_batch={"sequences": 4}, capacity_tokens=96, planner=planner,
+            tmp_path, steps=None, epochs=2, global_batch={"sequences": 6}, capacity_tokens=96, planner=planner,
             output=planner, precision="fp32", eval={"data": [{"path": "train.jsonl"}], "every_steps": 9},
         )  # fmt: skip
         assert call("train", path, "--ranks", ranks) == 0
@@ -31,16 +31,16 @@ def test_train_ledger_covers_every_epoch_once_whatever_the_ranks_and_planner_and
         ]  # fmt: skip
         ledgers.append(steps_of(output))
         rows = read_lines(output / "metrics.jsonl")
-        assert [row["step"] for row in rows] == list(range(1, 9))
-        assert len(list((output / "plans").iterdir())) == 8
+        assert [row["step"] for row in rows] == list(range(1, 7))
+        assert len(list((output / "plans").iterdir())) == 6
         for row, ids in zip(rows, ledgers[-1], strict=True):
             plan = Plan.from_json(read_plan_text(output / f"plans/step-{row['step']:06d}.json.gz"))
             check_plan(plan)
             check_metrics(row, plan, [LENGTHS[i] for i in ids])
             assert (plan.ranks, plan.capacity, plan.layers) == (ranks, 96, 2)
     assert ledgers[0] == ledgers[1]
-    assert [len(step) for step in ledgers[0]] == [4, 4, 4, 2] * 2
-    epochs = [list(itertools.chain(*ledgers[0][i : i + 4])) for i in (0, 4)]
+    assert [len(step) for step in ledgers[0]] == [6, 6, 2] * 2
+    epochs = [list(itertools.chain(*ledgers[0][i : i + 3])) for i in (0, 3)]
     assert all(sorted(epoch) == list(range(14)) for epoch in epochs)
     assert epochs[0] != epochs[1], "each epoch has an order of its own"
 

@@ -1,4 +1,4 @@
-"""`shard: zero3` of the run file: the numbers of zero1, checkpoints across layouts, faults, refusals."""
+"""`shard: zero3` and `stages` of the run file: what ranks read and hold of the weights; verify."""
 
 from pathlib import Path
 
@@ -6,38 +6,24 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from testing import run_ranks, tiny_family_config
 from testing.laid import freed_parameters
-from testing.small import make_rows
+from testing.small import make_rows, write_model
 from transformers import AutoModelForCausalLM
 
 from lengthwise.models import build_model, find_model, wrapped_layers
 from lengthwise.models.own_rows import OwnRows, own_rows
-from run.small_runs import call, read_lines, write_run
+from run.small_runs import call, losses, train, write_run
 from tiers import more
 
 CPU = torch.device("cpu")
 LENGTHS = [37, 11, 5, 7, 2, 90, 64, 33, 12, 8, 9, 23]
-HYBRID = ("--set", "shard=hybrid", "--set", "ranks_per_node=2", "--timeout-seconds", 30)
-ZERO3 = ("--set", "shard=zero3", "--timeout-seconds", 30)
 
 
 def run_file(folder, **keys):
     keys = {"precision": "fp64", "capacity_tokens": 48, "steps": 3, "global_batch": {"sequences": 6}, **keys}
     return write_run(folder, make_rows(LENGTHS), **keys)
-
-
-def trained(path, output, *arguments, ranks=3):
-    assert call("train", path, "--ranks", ranks, "--set", f"output={output}", *arguments) == 0
-    return outcome(path.parent / output)
-
-
-def outcome(folder):
-    """Return losses and norms of a run, and the tensors of its model."""
-    rows = [[row["loss"], row["grad_norm"]] for row in read_lines(folder / "metrics.jsonl")]
-    (saved,) = (folder / "model").glob("*.safetensors")
-    return [number for row in rows for number in row], load_file(saved)
 
 
 def saved_model(folder, family, **changes):
@@ -87,9 +73,18 @@ def test_what_is_not_there_one_by_one_is_read_by_rank_0(tmp_path):
     saved_model(tmp_path / "model", "qwen3_moe", vocab_size=64)
     source = find_model(str(tmp_path / "model"))
     assert own_rows(source, build_model(source, seed=0, stored=False)) is None
-    path = run_file(tmp_path, model=str(tmp_path / "model"), precision="fp32", tokenizer="bytes", steps=1)
-    expected, _ = trained(path, "zero1", ranks=1)
-    assert trained(path, "zero3", *ZERO3, ranks=2)[0] == pytest.approx(expected, rel=1e-5)
+    path = run_file(tmp_path, model=str(tmp_path / "model"), precision="fp32", capacity_tokens=96, steps=1)
+    expected = losses(train(path))
+    found = losses(train(path, "--ranks", 2, "--overwrite", "--set", "shard=zero3"))
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.exhaustive
+def test_verify_runs_it(tmp_path, capsys):
+    """In bf16 once more in fp32, from weights that were rounded where they lie."""
+    path = run_file(tmp_path, precision="bf16", shard="hybrid", ranks_per_node=2)
+    assert call("verify", path, "--ranks", 4) == 0
+    assert "PASS" in capsys.readouterr().out
 
 
 @pytest.mark.exhaustive
@@ -114,12 +109,15 @@ def own_bytes():
     return int(line.split()[1]) * 1024
 
 
-@pytest.mark.exhaustive
-def test_verify_runs_it_but_for_plans_that_are_free(tmp_path, capsys):
-    """In bf16 once more in fp32, from weights that were rounded where they lie."""
-    path, plan = run_file(tmp_path, precision="bf16"), tmp_path / "plan.json"
-    assert call("verify", path, "--ranks", 4, *HYBRID) == 0
-    assert "PASS" in capsys.readouterr().out
-    assert call("plan", "--config", path, "--ranks", 4, "--mode", "free", "--out", plan) == 0
-    assert call("verify", path, "--ranks", 4, "--plan", plan, *HYBRID) == 2
-    assert "expected a plan of kind waves, for `shard: " in capsys.readouterr().err
+def test_verify_compares_stages_with_one_process(tmp_path, capsys):
+    """By the plan that `plan` writes."""
+    keys = {"stages": 2, "capacity_tokens": 48, "global_batch": {"sequences": 6}, "device": "cpu"}
+    model = write_model(tmp_path / "model", num_hidden_layers=3, tie_word_embeddings=True)
+    path, plan = write_run(tmp_path, make_rows(LENGTHS), model=model, **keys), tmp_path / "plan.json"
+    assert call("plan", "--config", path, "--out", plan, "--ranks", 5) == 2
+    assert call("plan", "--config", path, "--out", plan, "--ranks", 4) == 0
+    assert call("verify", path, "--ranks", 4, "--plan", plan) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "stages: 2 with 2 ranks a stage, of layers 0 to 1 | 2" in said
+    assert "exercised: rings of 2 ranks" in said
+    assert said.endswith("PASS")

@@ -75,23 +75,15 @@ def assert_same_training(found, wanted, *, exactly):
     torch.testing.assert_close(model_of(found), model_of(wanted), **near)
 
 
-@pytest.fixture
-def size():
-    return {"sequences": 4}
-
-
-@pytest.fixture
-def at_the_start(tmp_path, size):
+def at_the_start(tmp_path, steps):
     """Return the output of a run on the same rows, read at the start."""
-    return whole(run_of(tmp_path / "start", streaming=False, global_batch=size, steps=12), 2)
+    return whole(run_of(tmp_path / "start", global_batch={"sequences": 4}, steps=steps), 2)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("size", [{"sequences": 4}, {"tokens": 64}])
-def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_the_start(
-    tmp_path, named, size, at_the_start
-):
-    path = run_of(tmp_path, streaming=9, global_batch=size, steps=3)
+def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_the_start(tmp_path, named):
+    wanted = at_the_start(tmp_path, 3)
+    path = run_of(tmp_path, streaming=9, global_batch={"sequences": 4}, steps=3)
     with socket.create_server(("127.0.0.1", 0)) as free:
         world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "OMP_NUM_THREADS": "1"}
     world |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
@@ -102,8 +94,7 @@ def test_two_nodes_train_on_a_stream_shuffled_as_a_whole_as_on_its_rows_read_at_
         time.sleep(0.05)
     assert [rank.finish()[0] for rank in ranks] == [0, 0]
     assert most == 2
-    assert rows_of_steps(path.parent / "out") == rows_of_steps(at_the_start)[:3]
-    assert losses(path.parent / "out") == losses(at_the_start)[:3]
+    assert_same_training(path.parent / "out", wanted, exactly=True)
 
 
 class SignalsFeeds(Callback):
@@ -127,12 +118,12 @@ class SignalsFeeds(Callback):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("before", "after", "block"), [(2, 3, 9), (2, 2, 4), (3, 2, 4)])
 def test_a_run_whose_feed_is_killed_goes_on_and_also_one_that_is_killed(
-    tmp_path, named, monkeypatch, at_the_start, before, after, block
+    tmp_path, named, monkeypatch, before, after, block
 ):
     """Two processes tokenize; they are killed, then the feed that started them, then the run ends after step 9."""
-    size, wanted = {"sequences": 4} if block == 9 else {"tokens": 64}, at_the_start
-    if block != 9:
-        wanted = whole(run_of(tmp_path / "whole", streaming=block, global_batch=size, steps=12), before)
+    size = {"sequences": 4} if block == 9 else {"tokens": 64}
+    whole_run = run_of(tmp_path / "whole", streaming=block, global_batch=size, steps=12)
+    wanted = at_the_start(tmp_path, 12) if block == 9 else whole(whole_run, before)
     assert any(row["ring_token_ratio"] > 0 for row in read_lines(wanted / "metrics.jsonl"))
     monkeypatch.setattr("lengthwise.run.node_feed.tokenizing_processes", lambda *_: 2)
     path = run_of(tmp_path / "killed", streaming=block, global_batch=size, steps=12)
@@ -212,9 +203,8 @@ def test_ranks_of_a_node_meet_where_a_socket_may_be(monkeypatch):
 
 
 def test_a_run_trains_on_a_stream_as_on_its_rows_read_at_the_start_and_its_feed_ends_when_it_is_killed(tmp_path, named):
-    keys = {"global_batch": {"sequences": 4}}
-    wanted = whole(run_of(tmp_path / "start", steps=3, **keys), 2)
-    command = Command("train", run_of(tmp_path, streaming=9, steps=100_000, **keys), "--ranks", 2)
+    wanted, keys = at_the_start(tmp_path, 3), {"global_batch": {"sequences": 4}, "steps": 100_000}
+    command = Command("train", run_of(tmp_path, streaming=9, **keys), "--ranks", 2)
     command.wait_for(lambda: feeders() and count_lines(tmp_path / "out/ledger.jsonl") > 3)
     command.send(signal.SIGKILL)
     command.finish()  # of which nothing is left

@@ -25,7 +25,7 @@ def run(tmp_path_factory):
     rows, folder = weighed_rows(), tmp_path_factory.mktemp("weights")
     write_rows(folder / "held.jsonl", rows[:3])
     keys = {"optimizer": {"lr": 1e-2}, "eval": {"data": [{"path": "held.jsonl"}], "every_steps": 2}}
-    path = write_run(folder, rows, steps=4, capacity_tokens=64, **keys)
+    path = write_run(folder, rows, steps=2, capacity_tokens=64, **keys)
     return path, rows, train(path, "--ranks", 2)
 
 

@@ -1,6 +1,7 @@
 """A session in stages of a pipeline gives what the plain loop gives; what stages do not run with is refused by name."""
 
 import copy
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from lengthwise import Session
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import LengthwiseError, ModelRefused
+from lengthwise.cost import analytic_cost, named_hardware, named_shape
 from lengthwise.session.stages import cut_stages
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -27,6 +29,10 @@ def test_layers_are_cut_by_what_each_of_them_takes():
     config = tiny_family_config("nemotron_h", {"layer_types": kinds, "vocab_size": 8})
     cut = cut_stages(SoloTransport(), config, 2, [64], capacity=64, cost=None)
     assert cut == [range(3), range(3, 8)]
+    four, cost = tiny_family_config("llama", LAYERS), analytic_cost(named_shape("tiny"), named_hardware("cpu"))
+    for head, first in ((0.0, 2), (0.5, 3)):  # a share of the linear work, as measured
+        own = replace(cost, head_seconds=head * cost.linear_seconds)
+        assert cut_stages(SoloTransport(), four, 2, [64], capacity=64, cost=own) == [range(first), range(first, 4)]
 
 
 def share_a_weight(model):
