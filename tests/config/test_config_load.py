@@ -193,6 +193,12 @@ def test_config_relative_paths_start_from_the_file(folder, monkeypatch):
     assert config.data[0].path == folder / "texts"
     assert config.model == str(folder / "org" / "name")
     assert config.output == folder.parent / "out"
+    for kind, first in (
+        ("json", str(folder / "rows/*.json")),
+        ("org/data", "rows/*.json"),
+    ):  # of a hub in its repository
+        given = f"data=[{{dataset: {kind}, data_files: [rows/*.json, 'https://a/b.json'], split: train}}]"
+        assert load_config(relative, [given, "model=org/name"]).data[0].data_files == (first, "https://a/b.json")
 
 
 @pytest.mark.parametrize(

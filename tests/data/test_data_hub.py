@@ -38,7 +38,7 @@ def test_a_dataset_has_the_rows_of_its_split(hub, split):
 def test_a_dataset_may_be_files_of_a_kind(tmp_path):
     for name in "ab":
         (tmp_path / f"{name}.csv").write_text(f"text,id\n{name},1\n")
-    found = load(source(dataset="csv", data_files=str(tmp_path / "*.csv")))
+    found = load(source(dataset="csv", data_files=[str(tmp_path / "*.csv")]))
     assert [found.read(row, 0, 9)[0].tolist() for row in found.ids] == [[97], [98]]
 
 

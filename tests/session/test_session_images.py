@@ -207,6 +207,7 @@ def test_images_that_do_not_fit_their_row_or_model_are_named():
         assert "as the model's processor gives them; got pixel_values of torch.float64 (16, 95)" in said(
             session, pixel_values=rows[0]["pixel_values"][:, 1:]
         )
+        assert "pixel_values_videos: expected text or images; got videos" in said(session, pixel_values_videos=grids)
         for wrong in (grids.double(), -grids, grids + torch.tensor([0, 1, -1])):
             assert "sequence 0, images: expected" in said(session, image_grid_thw=wrong)
         of_video = torch.where(ids == IMAGE, video, ids)

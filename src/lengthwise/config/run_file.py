@@ -23,6 +23,7 @@ _FILE, _FOLDER = "file", "folder"
 _MOST_BYTES = 1 << 20  # of a run file
 _MOST_NAME_BYTES = 255  # of a part of a path, in today's file systems
 _MOST_PATH_BYTES = 4095  # of a path, in Linux
+_OF_FILES = ("arrow", "csv", "json", "parquet", "text", "xml")  # kinds of files that `dataset` may name
 _PATH_STARTS = ("./", "../", "/", "~")
 
 
@@ -99,6 +100,8 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
         for where, source in sections_at(values, section):
             if isinstance(source.get("path"), str | Path) and scheme_of(source["path"]) is None:
                 source["path"] = _resolve(f"{where}.path", str(source["path"]), folder, problems, _FILE, _FOLDER)
+            if source.get("dataset") in _OF_FILES:
+                source["data_files"] = _absolute_files(source.get("data_files"), folder)
     for where, lora in sections_at(values, ("lora",)):
         if isinstance(lora.get("adapter"), str | Path):
             lora["adapter"] = _resolve(f"{where}.adapter", str(lora["adapter"]), folder, problems)
@@ -170,6 +173,13 @@ def _no_path(path: str) -> str | None:
 def _absolute(name: str, folder: Path) -> str:
     """Join, expand `~` and drop `..`; keep links."""
     return os.path.abspath(os.path.join(folder, os.path.expanduser(name)))
+
+
+def _absolute_files(files: object, folder: Path) -> object:
+    """Make names and patterns of files of this machine absolute; leave URLs."""
+    if isinstance(files, list | tuple):
+        return [_absolute_files(each, folder) for each in files]
+    return _absolute(files, folder) if isinstance(files, str) and scheme_of(files) is None else files
 
 
 def apply_overrides(values: dict[str, object], overrides: Sequence[str]) -> list[ConfigError]:

@@ -50,8 +50,10 @@ class DataSource(Settings):
     revision: str | None = Field(
         default=None, min_length=1, description="a branch, tag or commit of a dataset; default: its main branch"
     )
-    data_files: str | tuple[str, ...] | None = Field(
-        default=None, description="files of a dataset, as load_dataset takes them: paths, URLs, patterns with *"
+    data_files: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
+        default=None,
+        description="files of a dataset, as load_dataset takes them: paths, URLs, patterns with *; of kinds of files, as "
+        "json, relative to the run file's folder",
     )
     python_stdlib: bool = Field(
         default=False,

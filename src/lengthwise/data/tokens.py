@@ -137,8 +137,10 @@ class Tokenizing:
         if row.chat is None or not row.chat.images or row.empty:
             return ()
         if self.meanwhile or folder is None:
-            got = "an image in a row that is read while the run trains" if self.meanwhile else "one of a hub or a URL"
-            remedy = "Train on files of rows, without `streaming` and `remote`."
+            got = (
+                "an image in a row that is read while the run trains" if self.meanwhile else "one by `dataset` or a URL"
+            )
+            remedy = "Train on files of rows, named by `path`, without `streaming` and `remote`."
             raise DataError(
                 row.where, expected="images beside files that are read at the start", got=got, remedy=remedy
             )

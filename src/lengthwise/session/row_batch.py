@@ -34,6 +34,7 @@ Row: TypeAlias = Mapping[str, Any] | Sequence[int] | np.ndarray | Tensor
 
 _IDS, _LABELS, _MASK, _POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"
 _WEIGHTS = "weights"
+_VIDEOS = ("pixel_values_videos", "video_grid_thw", "input_features", "input_features_mask")
 _SHOWN = 10  # problems of one step
 _KEPT_AS = {  # dtypes for which torch has few functions
     torch.uint16: torch.int32,
@@ -208,6 +209,8 @@ def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str
         raise _wrong(where, "at least one token", "none")
     ids = _whole(tensors.pop(_IDS), f"{where}, {_IDS}")
     for name, values in tensors.items():
+        if name in _VIDEOS:
+            raise _wrong(f"{where}, {name}", "text or images", "videos or sounds", "Take such rows out.")
         if len(values) != len(ids):
             raise _wrong(f"{where}, {name}", f"one value per token, {len(ids)}", f"{len(values)}")
     kept = _kept(tensors.pop(_MASK, None), len(ids), where)
