@@ -152,7 +152,7 @@ def test_images_that_cannot_train_are_named_by_row_and_file(folder, row, said):
 def test_images_are_refused_without_a_processor_and_in_streams(folder):
     with pytest.raises(LengthwiseError, match="a row of text, for this tokenizer; got an image, and tokenizer bytes"):
         load(folder, ROWS[:1], ByteTokenizer)
-    with pytest.raises(LengthwiseError, match=r"rows\.jsonl:1.*an image in a row read while the run trains"):
+    with pytest.raises(LengthwiseError, match=r"rows\.jsonl:1.*an image in a row that is read while the run trains"):
         load(folder, ROWS[:1], read=lambda *given, **how: first_rows(*given, **how, sequences=1))
     for name in ("preprocessor_config.json",):
         (folder / "model" / name).unlink()

@@ -52,8 +52,8 @@ class DataSource(Settings):
     )
     data_files: str | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] | None = Field(
         default=None,
-        description="files of a dataset, as load_dataset takes them: paths, URLs, patterns with *; of kinds of files, as "
-        "json, relative to the run file's folder",
+        description="files of a dataset, as load_dataset takes them: paths, URLs, patterns with *; of kinds of files, "
+        "as json, relative to the run file's folder",
     )
     python_stdlib: bool = Field(
         default=False,
