@@ -104,6 +104,9 @@ def test_an_optimizer_on_the_host_costs_the_end_of_a_step_what_its_copies_and_it
     adapters = offloaded_cost(plain, replace(held, trained=10**8)).step_end_seconds(16) - plain.step_end_seconds(16)
     assert adapters == pytest.approx(40 * 10**8 / 16 / rate)
     assert offloaded_cost(plain, replace(held, offloads=False)) is plain
+    own = 4 * shape.total_params / 16
+    assert 2**30 < own < 2**31
+    assert held.host_bytes(pins=True) - held.host_bytes() == 2**31 - own, "torch pins powers of two"
 
 
 def test_ranks_of_a_machine_that_do_not_divide_all_are_refused_where_hybrid_is_asked_for():

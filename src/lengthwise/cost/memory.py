@@ -8,6 +8,7 @@ layer recomputed. tests/engine/test_engine_peaks.py compares with whole steps; `
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -120,10 +121,15 @@ class StepMemory(ModelLayout):
         parts["states"] = here * self.states * wide * trained / ranks
         return {name: held / self.devices for name, held in parts.items()}
 
-    def host_bytes(self) -> float:
-        """Count the bytes in host memory that an offloaded optimizer keeps for a device: masters, states, gradients."""
-        held = (2 + self.states) * wide_bytes(self.dtype_bytes) * self._trained / (self.ranks * self.devices)
-        return held if self.offloads else 0.0
+    def host_bytes(self, *, pins: bool = False) -> float:
+        """Count the bytes in host memory that an offloaded optimizer keeps for a device: masters, states, gradients.
+
+        pins: True for a GPU, whose gradients go to pinned memory, of which torch takes a power of two.
+        """
+        if not self.offloads:
+            return 0.0
+        one = wide_bytes(self.dtype_bytes) * self._trained / (self.ranks * self.devices)
+        return (1 + self.states) * one + (2.0 ** math.ceil(math.log2(one)) if pins else one)
 
     def host_update_bytes(self) -> float:
         """Count the bytes that an offloaded optimizer's update moves: over the link to the host, and in host memory.

@@ -130,7 +130,7 @@ def check_host(memory: StepMemory, ranks_here: int, free_bytes: float, *, key: s
     Raises:
         MemoryShortage: the optimizer needs more.
     """
-    needed = ranks_here * memory.host_bytes()
+    needed = ranks_here * memory.host_bytes(pins=True)
     if 0 < free_bytes < needed:
         raise MemoryShortage(
             key,
