@@ -15,6 +15,7 @@ from tokenizers import trainers as tokenizer_trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    BitsAndBytesConfig,
     Gemma3Processor,
     PreTrainedTokenizerFast,
     Qwen3VLProcessor,
@@ -49,6 +50,15 @@ def tokenizer():
 def model(dtype=torch.float32, **changes):
     """Return a small model of the tokenizer's vocabulary."""
     return small_model(dtype, vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=None, **changes)
+
+
+def quantized_model(folder):
+    """Return the model of a folder, its linear layers in 4 bits."""
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    found = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=torch.float32)
+    for each in found.modules():  # on some CPUs forwards without gradients change the scales to bf16, in place
+        each.support_avx512bf16_for_cpu = False
+    return found
 
 
 def family_model(family, dtype=torch.float32, attention="sdpa", changes=None):

@@ -23,7 +23,7 @@ from grpo_runs import (
     with_tools,
 )
 from peft import LoraConfig
-from preferences import family_model, image_model, image_processor, model, pictures
+from preferences import family_model, image_model, image_processor, model, pictures, quantized_model
 from trainers import difference, in_trainers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -182,6 +182,21 @@ def test_a_loss_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch
     monkeypatch.setattr(Planned, "_is_sum", lambda _: True)
     with pytest.raises(ConfigError, match=r"loss_type: expected .* got a gradient that differs from TRL's"):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=128, config={"loss_type": "vespo", **OFF})
+
+
+@pytest.mark.exhaustive
+def test_adapters_on_a_base_in_4_bits_train_as_in_trl(tmp_path):
+    """Adapters are in bf16, as TRL has them, with a reference by the base alone."""
+    model().save_pretrained(tmp_path / "base")
+
+    def work(ranks, kind, _rank):
+        how = {"peft_config": LORA["peft_config"](), "config": {"beta": 0.1, "max_steps": 1}}
+        found = trained(kind, tmp_path / f"ranks{ranks}", ranks, quantized_model(tmp_path / "base"), **how)
+        return {name: found[name] for name in ("logs", "weights")}
+
+    (expected,) = in_trainers(partial(work, 1, Plain), 1, tmp_path)
+    for each in in_trainers(partial(work, 2, partial(Planned, capacity_tokens=64)), 2, tmp_path):
+        compared(each, expected, tolerance=5e-3, weights=1e-2)
 
 
 def test_weights_of_a_microbatch_do_not_wait_for_the_device(tmp_path, saved):

@@ -88,7 +88,8 @@ def weights_of(trainer):
     """Return all weights; where they lie over the ranks, those that trained, on rank 0."""
     session = getattr(trainer, "session", None)
     if session is None or not session.engine.is_cut:
-        return {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
+        every = trainer.model.named_parameters()
+        return {name: each.detach().clone() for name, each in every if each.is_floating_point()}  # a base may be bytes
     return whole_state(session).get("master_weights", {})
 
 
