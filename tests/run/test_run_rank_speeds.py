@@ -8,6 +8,7 @@ import pytest
 
 from cost.test_cost_fit import machine
 from lengthwise.cost.rank_speeds import RanStep
+from lengthwise.engine.batch import random_batch
 from lengthwise.planner import PlanOptions, score
 from lengthwise.planner.service.slow_ranks import SlowRanks
 from lengthwise.planner.service.step_planning import StepPlanning
@@ -69,8 +70,8 @@ def test_ranks_that_are_alike_are_not_taken_for_slow_ones_where_costs_are_off(fa
 def test_a_session_with_measured_costs_plans_ahead_for_its_slow_rank():
     planning = StepPlanning(ranks=RANKS, cost=TRUE, capacities={"none": 2048}, options=PlanOptions(layers=2))
     planned = SessionPlanning(chunked=planning, whole=planning, slow_ranks=SlowRanks())
-    process = SimpleNamespace(plan=lambda planning, lengths, _shared: (planning.options.speeds, lengths))
-    ahead, batch = planned.start(process), SimpleNamespace(lengths=(900, 400, 300, 200))
+    process = SimpleNamespace(plan=lambda planning, lengths, *_: (planning.options.speeds, lengths))
+    ahead, batch = planned.start(process), random_batch([900, 400, 300, 200], vocab=9)
     assert ahead(batch) == (None, batch.lengths)
     plan = planning.plan(batch.lengths)
     busy = np.array(score(plan, TRUE, speeds=[1.0] * RANKS).busy_seconds) * (1, 1, 2, 1)
