@@ -146,11 +146,11 @@ def gemma_processor(*, pan_and_scan=False):
     return made
 
 
-def gemma_model():
+def gemma_model(dtype=torch.float32):
     """Return a small Gemma 3 with a tower."""
     made = gemma_processor()
     others = {"image_token_id": made.tokenizer.image_token_id, "mm_tokens_per_image": GEMMA_TOKENS}
-    found = _image_model("gemma3", "gemma3_text", made, others, {})
+    found = _image_model("gemma3", "gemma3_text", made, others, {}, dtype)
     torch.nn.init.normal_(found.model.multi_modal_projector.mm_input_projection_weight, generator=torch.Generator())
     return found
 

@@ -23,7 +23,16 @@ from grpo_runs import (
     with_tools,
 )
 from peft import LoraConfig
-from preferences import family_model, image_model, image_processor, model, pictures, quantized_model
+from preferences import (
+    family_model,
+    gemma_model,
+    gemma_processor,
+    image_model,
+    image_processor,
+    model,
+    pictures,
+    quantized_model,
+)
 from trainers import difference, in_trainers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -64,6 +73,7 @@ CASES = {
     "experts, evaluated": {"family": "mixtral", "loss_type": "grpo", **BALANCED, **EVALUATED},
     "images, KL, over the ranks": {"beta": 0.1, "images": True, **OFF},
     "rloo, off-policy, images": {"rloo": True, "images": True, **OFF},
+    "images of gemma, KL": {"beta": 0.1, "images": True, **OFF},
     "grpo, a reference that follows": {
         "loss_type": "grpo",
         "beta": 0.1,
@@ -114,8 +124,9 @@ def test_grpo_is_trls(case, ranks, tmp_path, saved):
     if family := config.pop("family", None):
         family_model(family, torch.float64).save_pretrained(saved := tmp_path / family)
     if config.pop("images", False):
-        image_model(torch.float64).save_pretrained(saved := tmp_path / "seeing")
-        how |= {"processing_class": image_processor(), **dict.fromkeys(("train_dataset", "eval_dataset"), asked())}
+        seen, processor = (gemma_model, gemma_processor) if "gemma" in case else (image_model, image_processor)
+        seen(torch.float64).save_pretrained(saved := tmp_path / "seeing")
+        how |= {"processing_class": processor(), **dict.fromkeys(("train_dataset", "eval_dataset"), asked())}
     in_fp64 = {"experts_implementation": "eager", "attn_implementation": "sdpa"} if family else {}
     how |= {"rows": config.pop("rows", 12), "config": config}
 

@@ -17,17 +17,16 @@ from trl.trainer.utils import split_pixel_values_by_grid
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.data import NO_LOSS
 from lengthwise.integrations.token_losses import SLOTS
-from lengthwise.models.image_kinds import PIXELS
-from lengthwise.models.images import MODALITIES
+from lengthwise.models.image_kinds import IMAGE_COLUMNS, PIXELS
+from lengthwise.models.images import MODALITIES, joined_images
 from lengthwise.session import Session
 from lengthwise.session.row_batch import Row
 
 PROMPTS, COMPLETIONS = ("prompt_ids", "prompt_mask"), ("completion_ids", "completion_mask")
 _PADDED_WITH_ONES = ("tool_mask",)
-_GRIDS = (PIXELS, "image_grid_thw")  # the images of Qwen, which TRL splits by row
-_COUNTS = "num_images"  # of each row, a list
-OF_IMAGES = (*_GRIDS, _COUNTS)
-_OF_OTHER_IMAGES = ("image_sizes", "image_position_ids", "pixel_attention_mask", "spatial_shapes", "num_tiles")
+_COUNTS = ("num_images", "num_tiles")  # lists: numbers of each row
+OF_IMAGES = (*IMAGE_COLUMNS, *_COUNTS)
+_OF_OTHER_IMAGES = ("pixel_attention_mask", "spatial_shapes")  # of families whose images do not train
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -36,15 +35,18 @@ def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     A column without dimensions has the same number on all ranks. A rank whose rows have no images lacks their columns.
     """
     names = dict.fromkeys(name for part in parts for name in part if name not in MODALITIES)
-    found = {name: _joined(name, [part[name] for part in parts if name in part]) for name in names}
-    if _COUNTS in found:
-        found[_COUNTS] = [each for part in parts for each in part.get(_COUNTS) or [0] * len(part["prompt_ids"])]
+    found: dict[str, Any] = {
+        name: _joined(name, [part[name] for part in parts if name in part]) for name in names if name not in _COUNTS
+    }
+    for name in _COUNTS:
+        if name in names:
+            found[name] = [each for part in parts for each in part.get(name) or [0] * len(part["prompt_ids"])]
     return found
 
 
 def _joined(name: str, parts: Sequence[Any]) -> Any:
-    if name in OF_IMAGES:
-        return None if name == _COUNTS else torch.cat(list(parts))
+    if name in IMAGE_COLUMNS:
+        return joined_images(parts, name)
     if parts[0].dim() == 0:
         return parts[0]
     if parts[0].dim() == 1:
@@ -101,18 +103,18 @@ def _images(batch: Mapping[str, Any]) -> dict[str, Sequence[Tensor]]:
     """Return the image columns of a batch, a tensor a row.
 
     Raises:
-        DataError: the family has other columns of images.
+        DataError: the family has other columns of images, or TRL does not know the images of a row.
     """
-    others = [name for name in _OF_OTHER_IMAGES if batch.get(name) is not None]
-    has_images = batch.get(PIXELS) is not None
-    if others or (has_images and any(batch.get(name) is None for name in OF_IMAGES)):
-        remedy = "Use a model of Qwen's, or take the images out of the prompts."
-        got = ", ".join(others) or f"{PIXELS} without them"
-        raise DataError("dataset", expected=f"images with {' and '.join(_GRIDS)}", got=got, remedy=remedy)
-    if not has_images:
+    if batch.get(PIXELS) is None:
         return {}
-    split: dict[str, Any] = split_pixel_values_by_grid(dict(batch))  # type: ignore[assignment]
-    return {name: split[name] for name in _GRIDS}
+    given = {name: each for name, each in batch.items() if each is not None}
+    split: dict[str, Any] = split_pixel_values_by_grid(given)  # type: ignore[assignment]
+    others = [name for name in _OF_OTHER_IMAGES if name in given]
+    if others or isinstance(split[PIXELS], Tensor):
+        remedy = "Take the images out of the prompts, or crops out of the processor."
+        got = ", ".join(others) or f"{len(split[PIXELS])} {PIXELS} for {sum(given.get(_COUNTS[0], []))} images"
+        raise DataError("dataset", expected="images that TRL splits by row", got=got, remedy=remedy)
+    return {name: split[name] for name in IMAGE_COLUMNS if name in split}
 
 
 def flat(batches: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:

@@ -35,7 +35,8 @@ def tower_work(model: Any, patches: float) -> TowerWork:
     """Return the work of a model's tower. model: as `text_part` returns it. patches: patches a token of an image."""
     whole = whole_model(model)
     decoder, config = whole.get_decoder(), whole.config
-    towers = [each for each in whole.base_model.children() if each is not decoder]
+    parts = whole.base_model.named_children()
+    towers = [each for name, each in parts if each is not decoder and "audio" not in name]
     layers = max(
         (each for tower in towers for each in tower.modules() if isinstance(each, nn.ModuleList)), key=_entries
     )

@@ -225,7 +225,7 @@ class ImageReader:
             for feature in each
         ]
         return MicrobatchImages(
-            inputs={name: _joined([each[name] for each in parts], name) for name in self.columns} if parts else {},
+            inputs={name: joined_images([each[name] for each in parts], name) for name in self.columns if parts},
             features=torch.tensor(features, dtype=torch.long),
             positions=self._of_segments(rows, places) if self._kind.has_axes else None,
         )
@@ -278,8 +278,8 @@ def _of_image(inputs: Mapping[str, Tensor], pixels: np.ndarray, image: int) -> d
     return {name: each[own] if name == PIXELS else each[image : image + 1] for name, each in inputs.items()}
 
 
-def _joined(parts: Sequence[Tensor], name: str) -> Tensor:
-    """Join images; padded ones of different rows are padded to the largest."""
+def joined_images(parts: Sequence[Tensor], name: str) -> Tensor:
+    """Join a column of images; those of different rows are padded to the largest."""
     filled = NO_PATCH if name == PATCHES else 0
     sizes = [max(each) for each in zip(*(part.shape[1:] for part in parts), strict=True)]
     if any(list(part.shape[1:]) != sizes for part in parts):
