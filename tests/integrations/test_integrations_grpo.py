@@ -294,5 +294,9 @@ def test_rollouts_that_no_plan_takes_are_refused(tmp_path, saved):
     with pytest.raises(PlanError, match=r"expected at most 64 tokens .* got sequence \d+ of \d+ tokens"):
         trained(Planned, tmp_path, 1, loaded(saved), capacity_tokens=64)
     one = {name: torch.ones(1, 1) for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")}
-    with pytest.raises(DataError, match="images with pixel_values and image_grid_thw; got pixel_values without them"):
-        planned_rows([{**one, "pixel_values": torch.ones(1, 3), "num_images": [1]}])
+    for columns, got in (
+        ({"pixel_values": torch.ones(3, 3)}, "3 pixel_values for 1 images"),
+        ({"pixel_values": torch.ones(1, 3), "pixel_attention_mask": torch.ones(1)}, "pixel_attention_mask"),
+    ):
+        with pytest.raises(DataError, match=f"images that TRL splits by row; got {got}"):
+            planned_rows([{**one, **columns, "num_images": [1]}])
