@@ -60,7 +60,7 @@ def _busy_seconds(plan: Plan, cost: Cost) -> Floats:
             parts, held = 1 / piece.degree, tokens.sum() / piece.degree
             if piece.shares is not None:
                 parts, held = parts_by_shares(lengths, piece.degree, piece.shares)
-            held = held * float(np.sum(cost.linear_tokens(tokens, piece.degree))) / tokens.sum()
+            held = held * cost.linear_ratio(tokens, piece.degree)
             seconds = float(cost.attention_seconds(tokens, piece.degree / piece.heads).sum())
             busy[list(piece.ranks)] += attention * seconds * parts + linear * cost.linear_seconds * held
         busy[list(microbatch.ranks)] += linear * cost.fixed_seconds

@@ -210,7 +210,7 @@ class Cost:
             parts, held = parts_by_shares([int(each) for each in lengths], degree, shares)
             attention, diagonal, own = attention * degree * parts, diagonal * degree * parts, degree * held
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
-        linear = self._linear(own, degree, float(np.sum(self.linear_tokens(tokens, degree))) * own / total) / speed
+        linear = self._linear(own, degree, own * self.linear_ratio(tokens, degree)) / speed
         part = _Part(own, attention / speed, diagonal / speed, linear, len(tokens))
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
@@ -401,6 +401,10 @@ class Cost:
             return tokens
         is_tree, (*_, total, largest) = of_trees(tokens, self.trees)
         return tokens + np.where(is_tree, np.minimum(degree * total, total + 2 * degree * largest), 0.0)
+
+    def linear_ratio(self, tokens: Floats, degree: int) -> float:
+        """Return the linear work of sequences over their tokens; 1 without images."""
+        return float(self.linear_tokens(tokens, degree).sum() / tokens.sum()) if self.trees else 1.0
 
     def _linear(self, tokens: Numbers, degree: Numbers, work: Numbers) -> Numbers:
         """Return the seconds of linear work of sequences that are cut over `degree` ranks, or whole, in tokens."""

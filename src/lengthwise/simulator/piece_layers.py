@@ -54,8 +54,7 @@ def piece_layer(piece: Piece, lengths: Sequence[int], cost: Cost) -> PieceLayer:
         raise PlanError(where, expected="shares or split heads", got="both", remedy=remedy)
     chunks = _chunks(lengths, positions, piece.shares)
     blocks = _blocks(np.array(lengths, dtype=np.float64), chunks, cost)
-    tokens = np.array(lengths, dtype=np.float64)
-    work = cost.linear_tokens(tokens, piece.degree).sum() / tokens.sum()
+    work = cost.linear_ratio(np.array(lengths, dtype=np.float64), piece.degree)
     return _layer(blocks, _parts(chunks)[2].sum(axis=0), np.array(piece.ranks), piece.heads, cost, len(lengths), work)
 
 
