@@ -12,17 +12,21 @@ from tiers import some
 
 
 @pytest.mark.parametrize("family", some(TEXTS, 2, -2))
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("trains", [True, False, None])
 def test_the_work_on_an_image_is_near_its_flops_in_tokens_of_the_decoder(family, trains):
-    """Near, because towers this small convolve as much as they multiply; within a tenth for Qwen3-VL's sizes."""
+    """Near, because towers this small convolve as much as they multiply; within a tenth for Qwen3-VL's sizes.
+
+    trains: None for a tower that requires gradients, but is not in the optimizer.
+    """
     model = image_model(family, torch.float32)
     model.set_attn_implementation("eager")
     model.requires_grad_(True)
-    if not trains:
+    if trains is False:
         for part in model.model.children():
             part.requires_grad_(part is model.get_decoder())
     row = image_rows(model, [[2, (8, 8), 3]])[0]
-    reader = image_reader(text_part(model))
+    trained = {id(each) for each in model.parameters()} if trains is not None else ()
+    reader = image_reader(text_part(model, trained=trained))
     images = reader.read(row["input_ids"].numpy().astype(np.int32), {name: row[name] for name in reader.columns}, "")
     with torch.no_grad(), FlopCounterMode(display=False) as counted:
         model.model.get_image_features(**images.inputs(0), return_dict=True)

@@ -1,5 +1,7 @@
 """Plans that know the work on images: ranks finish together, images cut over ranks count on each, prefixes once."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -8,6 +10,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import ImageWork, Plan
 from lengthwise.core.prefixes import shared_prefixes
 from lengthwise.cost import Cost, Tree, lengths_of
+from lengthwise.cost.rank_speeds import RanStep, rank_speeds
 from lengthwise.planner import PlanOptions, score
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.simulator.clocks import simulate_plan
@@ -44,6 +47,9 @@ def test_ranks_finish_together_where_some_rows_have_images_and_scores_and_files_
     assert max(busy) == pytest.approx(seconds, rel=0.03)  # equal lengths with other work count a token more
     assert seconds == pytest.approx(plan.notes["predicted_seconds"])
     assert simulate_plan(read, COST).step_seconds == pytest.approx(seconds)
+    ran = [RanStep(plan=read, busy_seconds=score(read, COST).busy_seconds)] * 9
+    assert rank_speeds(COST, ran) is None, "a rank with images is not a slow one"
+    assert rank_speeds(COST, [replace(each, plan=replace(read, images=())) for each in ran]) is not None
     wrong = plan.to_json().replace("[300.0, 200.0]", "[300.0, -1]", 1)
     with pytest.raises(PlanError, match=r"images\[0\]: expected two numbers from 0 to"):
         Plan.from_json(wrong)

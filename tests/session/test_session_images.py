@@ -166,6 +166,15 @@ def test_what_a_tower_that_trains_holds_is_predicted_at_the_start(family):
     assert 0.97 < ratio < (1.5 if "qwen3_5" in family else 1.1)
 
 
+def test_a_tower_that_masks_all_pairs_of_patches_runs_image_by_image():
+    """Else its memory grows with the square of all images of a microbatch."""
+    model, runs = image_model("mistral3", torch.float32), []
+    model.model.vision_tower.register_forward_hook(lambda *_: runs.append(1))
+    with Session(model, SGD(model.parameters()), capacity_tokens=100) as session:
+        session.backward(image_rows(model, [[2, (4, 4), 3, (4, 6), 3], [1, (2, 4), 5]]))
+    assert len(runs) == 3
+
+
 def test_a_tower_that_no_optimizer_has_gets_no_gradients_and_other_images_make_other_steps():
     """Ranks compare what they were given before they run it."""
     model = image_model("qwen3_vl", torch.float32)
@@ -194,6 +203,7 @@ def test_images_that_do_not_fit_their_row_or_model_are_named():
         row = {name: each for name, each in {**rows[0], **changes}.items() if each is not None}
         with pytest.raises(LengthwiseError) as raised:
             session.backward([row])
+        assert [each.path.name for each in raised.traceback][1:] == ["errors.py"], "no frame of ours below"
         return str(raised.value)
 
     ids, grids = rows[0]["input_ids"], rows[0]["image_grid_thw"]

@@ -1,4 +1,4 @@
-"""Blocks of attention: how many pairs of tokens they see, and the speed of a kernel by their size."""
+"""What sequences compute: pairs of tokens in blocks of attention, a kernel's speed by their size, and images."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost.links import Floats
+from lengthwise.cost.links import Floats, Numbers
 
 Curve = tuple[tuple[float, float], ...]
 """(tokens of a block, share of attention's speed), ascending."""
@@ -26,12 +26,22 @@ def seen_blocks(
         seen = seen - share * np.maximum(0.0, tokens - window) ** 2  # s^2 - (2 s w - w^2)
     if not trees:
         return [(seen, tokens)]
-    is_tree, (own, own_block, shared, block, *_) = of_trees(tokens, trees)
+    is_tree, (own, own_block, shared, block, *_) = _of_trees(tokens, trees)
     inside = np.where(is_tree, own, seen), np.where(is_tree, own_block, tokens)
     return [inside, (np.where(is_tree, shared, 0.0), block)]
 
 
-def of_trees(tokens: Floats, trees: Sequence[tuple[float, ...]]) -> tuple[NDArray[np.bool_], Floats]:
+def image_work(tokens: Floats, degree: Numbers, trees: Sequence[tuple[float, ...]]) -> Floats:
+    """Return the work on the images of sequence i, all `degree` ranks together, in tokens of linear work.
+
+    A rank does all work on each image of which it holds a token. It has two chunks, and so up to four ends of them,
+    each within an image: two images more than its part, on average.
+    """
+    is_tree, (*_, total, largest) = _of_trees(tokens, trees)
+    return np.where(is_tree, np.minimum(degree * total, total + 2 * degree * largest), 0.0)
+
+
+def _of_trees(tokens: Floats, trees: Sequence[tuple[float, ...]]) -> tuple[NDArray[np.bool_], Floats]:
     """Return which lengths are those of trees, and the columns of `Cost.trees` after the lengths, at each."""
     lengths, *columns = np.array(trees).T
     place = np.minimum(np.searchsorted(lengths, tokens), len(lengths) - 1)

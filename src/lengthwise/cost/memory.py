@@ -129,7 +129,7 @@ class StepMemory(ModelLayout):
         if not self.offloads:
             return 0.0
         one = wide_bytes(self.dtype_bytes) * self._trained / (self.ranks * self.devices)
-        return (1 + self.states) * one + (2.0 ** math.ceil(math.log2(one)) if pins else one)
+        return (1 + self.states) * one + (2.0 ** math.ceil(math.log2(max(1.0, one))) if pins else one)
 
     def host_update_bytes(self) -> float:
         """Count the bytes that an offloaded optimizer's update moves: over the link to the host, and in host memory.

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
-from lengthwise.cost.blocks import Curve, of_trees, seen_blocks, speed_shares
+from lengthwise.cost.blocks import Curve, image_work, seen_blocks, speed_shares
 from lengthwise.cost.checks import check_seconds, refused
 from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
@@ -392,15 +392,8 @@ class Cost:
         return passes_seconds(self.passes(choice.recompute), work, by_ring_step=self.stages > 1 or self.shares_uplinks)
 
     def linear_tokens(self, tokens: Floats, degree: Numbers) -> Floats:
-        """Return the linear work of sequence i, all `degree` ranks together, in tokens; with that on its images.
-
-        A rank does all work on each image of which it holds a token. It has two chunks, and so up to four ends of them,
-        each within an image: two images more than its part, on average.
-        """
-        if not self.trees:
-            return tokens
-        is_tree, (*_, total, largest) = of_trees(tokens, self.trees)
-        return tokens + np.where(is_tree, np.minimum(degree * total, total + 2 * degree * largest), 0.0)
+        """Return the linear work of sequence i, all `degree` ranks together, in tokens; with that on its images."""
+        return tokens + image_work(tokens, degree, self.trees) if self.trees else tokens
 
     def linear_ratio(self, tokens: Floats, degree: int) -> float:
         """Return the linear work of sequences over their tokens; 1 without images."""

@@ -1,8 +1,8 @@
 """What a microbatch holds on this rank, measured by small passes of the model itself.
 
 1. One sequence is cut as a plan would cut it, or its second half continues its first one. This rank runs its part
-  alone; what others send is zeros. A chunk of a stage runs on random hidden states, its backward on zeros.
-  Where a tower trains, all tokens are those of an image, whose activations then count.
+  alone; what others send is zeros. A chunk of a stage runs on random hidden states, its backward on zeros. If a tower
+  trains, all tokens are those of images.
 2. Everything that an operation makes counts until it is freed; on GPUs, the allocator's peak between two saved tensors,
   in the second pass of a size. Offload can remove what autograd saved until backward uses it.
 3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where their
@@ -47,7 +47,7 @@ from lengthwise.models import (
     run_layers,
     seeing,
 )
-from lengthwise.models.images import ImageReader, MicrobatchImages
+from lengthwise.models.images import ImageReader
 from lengthwise.offload import ActivationSaver, parameter_storages
 from lengthwise.program import lower_microbatch
 from lengthwise.program.features import with_requires
@@ -197,14 +197,14 @@ class SmallPasses:
         )
 
     def _run_forward(self, rows: int) -> Seen:
-        planned, ids, positions, images = self._start(rows)
+        planned, ids, positions = self._start(rows)
         saver, hidden = ActivationSaver(None, stays=parameter_storages(self.model)), self._hidden(planned)
-        with self._running(planned, saver, None if hidden is None else hidden.requires_grad_(), images):
+        with self._running(planned, saver, None if hidden is None else hidden.requires_grad_(), rows):
             (run_layers if self.chunk.is_last else run_chunk)(self.model, planned, ids, positions)
         return Seen(rows=planned.num_rows, saved_bytes=saver.totals.saved_bytes)
 
     def _run(self, rows: int, *, chunked: bool) -> Seen:
-        planned, ids, positions, images = self._start(rows)
+        planned, ids, positions = self._start(rows)
         saver = _NotedSaver(None, stays=parameter_storages(self.model))
         at_once = len(ids) // _LOSS_CHUNKS * self._config.vocab_size if chunked else None
         gradients = (parameter.grad for parameter in self.model.parameters() if parameter.grad is not None)
@@ -219,7 +219,7 @@ class SmallPasses:
                 saved_bytes.append(saver.totals.saved_bytes)  # without what the loss saves
 
             hidden = None if sent is None else received(sent.clone(), [])
-            with _at_end_of(self.model, decoded), self._running(planned, saver, hidden, images):
+            with _at_end_of(self.model, decoded), self._running(planned, saver, hidden, rows):
                 if self.chunk.is_last:
                     end = model_loss(self.model, planned, ids, positions, ids, logits_at_once=at_once)
                 else:
@@ -251,17 +251,13 @@ class SmallPasses:
 
     @contextmanager
     def _running(
-        self,
-        planned: PlannedAttention,
-        saver: ActivationSaver,
-        hidden: Tensor | None,
-        images: MicrobatchImages | None,
+        self, planned: PlannedAttention, saver: ActivationSaver, hidden: Tensor | None, rows: int
     ) -> Iterator[None]:
         """Let the chunk run forward by the plan inside the block, from hidden states where it is not the first."""
         policy = ActivationPolicy(recompute=self.recompute, saver=saver)
-        draws = has_dropout(self.model)
-        if images is not None:  # counted, as in a step
-            images = images.to(lambda each: each.to(self._device, copy=True))
+        draws, images = has_dropout(self.model), None
+        if self.reader is not None:  # the copies count, as in a step
+            images = self.reader.empty(rows).to(lambda each: each.to(self._device, copy=True))
         with (
             drawing(0, self._device) if draws else nullcontext(),
             self.casting(),
@@ -272,7 +268,7 @@ class SmallPasses:
         ):
             yield
 
-    def _start(self, rows: int) -> tuple[PlannedAttention, Tensor, Tensor, MicrobatchImages | None]:
+    def _start(self, rows: int) -> tuple[PlannedAttention, Tensor, Tensor]:
         layout = self.layout
         tokens, half = rows * layout.degree, rows * layout.degree // 2
         lengths, parents = ((half, tokens - half), (None, 0)) if layout.branches else ((tokens,), ())
@@ -292,9 +288,8 @@ class SmallPasses:
         segments = program.segments(layout.position)
         spans = [(each.start, each.stop, plan.firsts[each.sequence]) for each in segments]
         positions = torch.cat([torch.arange(*span, device=self._device) + first for *span, first in spans])
-        if self.reader is None:
-            return planned, positions % self._config.vocab_size, positions, None
-        return planned, torch.full_like(positions, self.reader.token), positions, self.reader.empty(rows)
+        ids = positions % self._config.vocab_size
+        return planned, ids if self.reader is None else torch.full_like(ids, self.reader.token), positions
 
     def _hidden(self, planned: PlannedAttention) -> Tensor | None:
         """Return hidden states of another stage, random so that routers choose, or None if the chunk runs on ids."""

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from lengthwise.cost import shape_from_config
-from lengthwise.models.text_part import whole_model
+from lengthwise.models.text_part import trained_towers, whole_model
 
 _SQUARES = 12  # entries of a layer's weights over its squared width
 
@@ -32,7 +32,10 @@ class TowerWork:
 
 
 def tower_work(model: Any, patches: float) -> TowerWork:
-    """Return the work of a model's tower. model: as `text_part` returns it. patches: patches a token of an image."""
+    """Return the work of a model's tower, which runs forward alone unless it is among those of `text_part` that train.
+
+    model: as `text_part` returns it. patches: patches a token of an image.
+    """
     whole = whole_model(model)
     decoder, config = whole.get_decoder(), whole.config
     parts = whole.base_model.named_children()
@@ -44,7 +47,8 @@ def tower_work(model: Any, patches: float) -> TowerWork:
     beside = sum(map(_entries, towers)) - of_layers  # runs once a token or a patch
     width = math.sqrt(of_layers / len(layers) / _SQUARES)
     full = getattr(getattr(config, "vision_config", None), "fullatt_block_indexes", layers)  # others see windows
-    token = shape_from_config(config.to_dict()).linear_params * _passes([decoder]) / _passes(towers)
+    passes = _passes(towers) if trained_towers(model) else 1.0
+    token = shape_from_config(config.to_dict()).linear_params * _passes([decoder]) / passes
     pairs = 2 * patches * width * len(full)  # two products of a patch's width for every patch of the image
     return TowerWork((patches * of_layers + beside) / token, patches * pairs / token)
 
