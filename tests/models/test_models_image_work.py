@@ -24,13 +24,18 @@ def test_the_work_on_an_image_is_near_its_flops_in_tokens_of_the_decoder(family,
     if trains is False:
         for part in model.model.children():
             part.requires_grad_(part is model.get_decoder())
-    row = image_rows(model, [[2, (8, 8), 3]])[0]
     trained = {id(each) for each in model.parameters()} if trains is not None else ()
     reader = image_reader(text_part(model, trained=trained))
-    images = reader.read(row["input_ids"].numpy().astype(np.int32), {name: row[name] for name in reader.columns}, "")
-    with torch.no_grad(), FlopCounterMode(display=False) as counted:
-        model.model.get_image_features(**images.inputs(0), return_dict=True)
-    of_token = 6 * shape_from_config(model.config.to_dict()).linear_params
-    ((first, work),) = reader.work(images)
-    assert first == images.places[0]
-    assert work == pytest.approx(counted.get_total_flops() * (3 if trains else 1) / of_token, rel=0.5)
+    of_token, found, expected = 6 * shape_from_config(model.config.to_dict()).linear_params, [], []
+    for grid in ((4, 4), (8, 8)):
+        (row,) = image_rows(model, [[2, grid, 3]])
+        ids, given = row["input_ids"].numpy().astype(np.int32), {name: row[name] for name in reader.columns}
+        images = reader.read(ids, given, "")
+        with torch.no_grad(), FlopCounterMode(display=False) as counted:
+            model.model.get_image_features(**images.inputs(0), return_dict=True)
+        ((first, work),) = reader.work(images)
+        assert first == images.places[0]
+        found.append(work)
+        expected.append(counted.get_total_flops() * (3 if trains else 1) / of_token)
+    assert found == pytest.approx(expected, rel=0.5)
+    assert found[1] / found[0] == pytest.approx(expected[1] / expected[0], rel=0.25), "attention among patches"

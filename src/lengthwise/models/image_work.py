@@ -46,7 +46,8 @@ def tower_work(model: Any, patches: float) -> TowerWork:
     of_layers = _entries(layers)
     beside = sum(map(_entries, towers)) - of_layers  # runs once a token or a patch
     width = math.sqrt(of_layers / len(layers) / _SQUARES)
-    full = getattr(getattr(config, "vision_config", None), "fullatt_block_indexes", layers)  # others see windows
+    every = range(len(layers))
+    full = {*getattr(config.vision_config, "fullatt_block_indexes", every)} & {*every}  # other layers see windows
     passes = _passes(towers) if trained_towers(model) else 1.0
     token = shape_from_config(config.to_dict()).linear_params * _passes([decoder]) / passes
     pairs = 2 * patches * width * len(full)  # two products of a patch's width for every patch of the image
