@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,10 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from testing.families import enliven
@@ -54,7 +59,7 @@ def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
         if family == "gemma3":
             config.mm_tokens_per_image = 4  # two images that touch are more than a window
         if family == "gemma4":
-            vision.pooling_kernel_size = 2
+            vision.pooling_kernel_size, vision.position_embedding_size = 2, 64
         if family.startswith("qwen3_vl"):
             vision.depth, vision.deepstack_visual_indexes = 3, [0, 1]
         how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": dtype}
@@ -144,40 +149,81 @@ def _images(
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""A chat template as Qwen's."""
+"""A chat template as Qwen's; each family's writes another text for an image."""
+_WRITTEN = {"mistral3": "[IMG]", "internvl": "<IMG>\n", "gemma3": "<|boi|>", "gemma4": "<IMG>"}
 _WORDS = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
+_BESIDE = {  # the token of images, and further words
+    "mistral3": ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+    "internvl": ["<IMG>", "<|start|>", "<|end|>"],
+    "gemma3": ["<IMG>", "<|boi|>", "<|eoi|>"],
+    "gemma4": ["<IMG>", "<|boi|>", "<|eoi|>"],
+}
+_NAMES = {
+    "internvl": ["context_image_token", "start_image_token", "end_image_token"],
+    "gemma3": ["image_token", "boi_token", "eoi_token"],
+    "gemma4": ["image_token", "boi_token", "eoi_token"],
+}
 
 
 def write_image_model(folder: Path, family: str = "qwen3_vl") -> Path:
     """Write a tiny model with its tokenizer of characters, and its image processor."""
-    image_model(family, torch.float32).save_pretrained(folder)
-    return write_image_processor(folder)
+    model = image_model(family, torch.float32)
+    model.save_pretrained(folder)
+    return write_image_processor(folder, family, model.config)
 
 
-def write_image_processor(folder: Path) -> Path:
-    """Write the tokenizer and the image processor."""
-    image_tokenizer().save_pretrained(folder)
-    image_processor().save_pretrained(folder)
+def write_image_processor(folder: Path, family: str = "qwen3_vl", config: Any = None) -> Path:
+    """Write the tokenizer and the image processor. config: of the model, of families but Qwen's."""
+    image_tokenizer(family).save_pretrained(folder)
+    processor, settings = image_processor(family, config)
+    if settings:  # as saved by the whole processor, which needs torchvision
+        told = {"image_processor": {**processor.to_dict(), "image_processor_type": type(processor).__name__[:-3]}}
+        (folder / "processor_config.json").write_text(json.dumps({**told, **settings}))
+    else:
+        processor.save_pretrained(folder)
     return folder
 
 
-def image_tokenizer() -> PreTrainedTokenizerFast:
+def image_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
     """Return a tokenizer of characters, in which the token of images is `IMAGE`."""
     letters = "?abcdefghijklmnopqrstuvwxyz .,!\n0123456789"
     words = {**{letter: number for number, letter in enumerate(letters)}}
-    words |= {word: IMAGE - 2 + number for number, word in enumerate(_WORDS)}
+    beside = _BESIDE.get(family, _WORDS[2:])
+    words |= {word: IMAGE - 2 + number for number, word in enumerate([*_WORDS[:2], *beside])}
     tokens = Tokenizer(models.WordLevel(vocab=words, unk_token="?"))
     tokens.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    found = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=_WORDS[1], unk_token="?")
-    found.add_special_tokens({"additional_special_tokens": _WORDS})
-    found.chat_template = TEMPLATE
+    names = dict(zip(_NAMES.get(family, ()), beside, strict=False))
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=tokens, eos_token=_WORDS[1], unk_token="?", extra_special_tokens=names
+    )
+    found.add_special_tokens({"additional_special_tokens": [*_WORDS[:2], *beside]})
+    found.chat_template = TEMPLATE.replace("IMAGE", _WRITTEN.get(family, "<|vision_start|><|image_pad|><|vision_end|>"))
     return found
 
 
-def image_processor() -> Qwen2VLImageProcessorPil:
-    """Return a processor that makes a token of 8 x 8 pixels of an image."""
-    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=4096)
+def image_processor(family: str = "qwen3_vl", config: Any = None) -> tuple[Any, dict[str, Any]]:
+    """Return an image processor, and the settings of its whole processor.
+
+    Qwen's makes a token of 8 x 8 pixels of an image; those of others fit the model's config.
+    """
+    if family.startswith("qwen"):
+        return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=256, max_pixels=4096), {}
+    vision = config.vision_config
+    if family == "mistral3":
+        merge = {"patch_size": vision.patch_size, "spatial_merge_size": config.spatial_merge_size}
+        return PixtralImageProcessorPil(size={"longest_edge": vision.image_size}), merge
+    if family == "gemma4":
+        made = Gemma4ImageProcessorPil(patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size)
+        made.max_soft_tokens = 70
+        return made, {"image_seq_length": 70}
+    if family == "gemma3":
+        size = {"height": vision.image_size, "width": vision.image_size}
+        return Gemma3ImageProcessorPil(size=size), {"image_seq_length": config.mm_tokens_per_image}
+    (height, width), patch = vision.image_size, vision.patch_size[0]
+    tokens = int(height * width / patch**2 * config.downsample_ratio**2)
+    made = GotOcr2ImageProcessorPil(size={"height": height, "width": width}, max_patches=4)
+    return made, {"image_seq_length": tokens}

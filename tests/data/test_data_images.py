@@ -1,30 +1,56 @@
 """Chats with images: the ids of the model's processor, kept with paths and patches, and files that cannot be read."""
 
 import copy
+import inspect
 import json
+import re
+import sys
+from importlib import import_module
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
-from testing.images import IMAGE, image_processor, image_tokenizer, write_image_processor
-from transformers import Qwen3VLProcessor
+from testing.images import IMAGE, image_model, image_processor, image_tokenizer, write_image_processor
+from transformers.image_utils import load_image
+from transformers.models.pixtral import image_processing_pil_pixtral
 
 from lengthwise.config import DataSource
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.data import NO_LOSS, ByteTokenizer, load_dataset, load_tokenizer
 from lengthwise.data.load import first_rows
 from lengthwise.data.prepare import prepare_folder, to_prepare
+from lengthwise.models.images import joined_images
 
 TURNED = 6  # of EXIF: the picture lies on its side
 ANSWER = {"role": "assistant", "content": "a cat."}
 
 
-class Processor(Qwen3VLProcessor):
-    """Qwen's processor without videos, which need torchvision."""
+PROCESSORS = {"mistral3": "pixtral.PixtralProcessor", "qwen3_vl": "qwen3_vl.Qwen3VLProcessor"}
+PROCESSORS |= {"internvl": "internvl.InternVLProcessor"}
+PROCESSORS |= {name: f"{name}.{name.title()}Processor" for name in ("gemma3", "gemma4")}
 
-    def check_argument_for_proper_class(self, argument_name, argument):
-        del argument_name
-        return type(argument)
+
+def processor(family, monkeypatch):
+    """Return the whole processor of a tiny model without videos and sounds, which need torchvision."""
+    made, settings = image_processor(family, image_model(family).config)
+    monkeypatch.setitem(
+        sys.modules, "transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral
+    )
+    module, name = PROCESSORS[family].split(".")
+    plain = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name)
+    tokenizer = image_tokenizer(family)
+    tokenizer.video_token, tokenizer.pad_token = "<video>", tokenizer.eos_token  # which nobody writes
+    accepts = lambda _self, _name, argument: type(argument)  # noqa: E731
+    given = {"image_processor": made, "tokenizer": tokenizer, "video_processor": None, "feature_extractor": None}
+    names = inspect.signature(plain.__init__).parameters
+    whole = type(name, (plain,), {"check_argument_for_proper_class": accepts})
+    found = whole(**{key: value for key, value in {**given, **settings}.items() if key in names})
+    for key in ("audio_token", "boa_token", "eoa_token"):
+        setattr(found, key, "<audio>")
+    if family == "qwen3_vl":
+        found.video_token = None
+    return found
 
 
 def user(*parts):
@@ -71,36 +97,32 @@ def load(folder, rows, tokenizer=None, read=load_dataset, **keys):
     return read([DataSource(path=path, **keys)], tokenizer=make, vocab_size=None)
 
 
-def test_ids_and_patches_are_those_of_the_processor(folder):
+@pytest.mark.parametrize("family", [*PROCESSORS])
+def test_ids_and_patches_are_those_of_the_processor(folder, monkeypatch, family):
     """Images have no loss, even those of the assistant; a picture that lies on its side stands up."""
-    dataset, made = load(folder, ROWS), Processor(image_processor(), image_tokenizer(), None)
-    made.video_token = None  # there is no such word
-    made.chat_template, told = image_tokenizer().chat_template, made.tokenizer.decode
+    made = processor(family, monkeypatch)
+    write_image_processor(folder / "model", family, image_model(family).config)
+    dataset = load(folder, ROWS)
     for number, (row, files) in enumerate(zip(copy.deepcopy(ROWS), FILES, strict=True)):
-        paths, turns = iter(files), [*row.get("messages", ()), *row.get("prompt", ()), *row.get("completion", ())]
-        turns = [
-            {
-                **turn,
-                "content": turn["content"] if isinstance(turn["content"], list) else user(turn["content"])["content"],
-            }
-            for turn in turns
-        ]
+        turns = [*row.get("messages", ()), *row.get("prompt", ()), *row.get("completion", ())]
+        for turn in turns:
+            turn["content"] = turn["content"] if isinstance(turn["content"], list) else user(turn["content"])["content"]
         if row.get("images"):
             turns[0]["content"] = [*[image() for _ in files], *turns[0]["content"]]
-        for part in (part for turn in turns for part in turn["content"]):
-            if part["type"] != "text":
-                part |= {"type": "image", "image": str(folder / next(paths))}
-                part.pop("path", None), part.pop("url", None), part.pop("image_url", None)
-        expected = made.apply_chat_template(turns, tokenize=True, return_dict=True, return_tensors="np")
+        for part in (part for turn in turns for part in turn["content"] if part["type"] != "text"):
+            part["type"] = "image"
+        text = made.tokenizer.apply_chat_template(turns, tokenize=False)
+        pictures = [load_image(str(folder / file)) for file in files]
+        expected = made(text=[text], images=[pictures] if pictures else None, return_tensors="pt")
         ids, labels = dataset.read(number, 0, int(dataset.lengths[number]))
         assert ids.tolist() == expected["input_ids"][0].tolist()
-        assert [each.grid for each in dataset.images(number)] == [
-            tuple(grid[1:]) for grid in expected.get("image_grid_thw", np.empty((0, 3))).tolist()
-        ]
+        found = [load_tokenizer(str(folder / "model")).images.columns(each, "") for each in dataset.images(number)]
+        for name in {"pixel_values", "image_grid_thw", "image_position_ids", "image_sizes"} & {*expected}:
+            assert torch.equal(joined_images([each[name] for each in found], name), expected[name])
         answers = [turn["content"] for turn in turns if turn["role"] == "assistant"]
         texts = ["".join(part.get("text", "") for part in answer) for answer in answers]
-        said = told(labels[labels != NO_LOSS]).replace("<|vision_start|>", "").replace("<|vision_end|>", "")
-        assert said.replace(" ", "") == "".join(f"{text}<|im_end|>\n" for text in texts).replace(" ", "")
+        said = re.sub(r"<\|(vision_)?(start|end|boi|eoi)\|>", "", made.tokenizer.decode(labels[labels != NO_LOSS]))
+        assert "".join(said.split()) == "".join(f"{text}<|im_end|>" for text in texts).replace(" ", "")
     assert dataset.first_with_images == 0
     assert IMAGE in dataset.read(4, 0, 200)[0]
 
@@ -116,10 +138,10 @@ def test_prepared_rows_have_the_images_of_rows_in_memory_and_other_images_are_ot
     assert [list(there.images(row)) for row in range(5)] == [list(here.images(row)) for row in range(5)]
     there.read(1, 0, 5)  # compared with its digest
     file, reader = here.images(0)[0], tokenizer().images
-    before = reader.pixels(file, "rows.jsonl:1")
+    before = reader.columns(file, "rows.jsonl:1")["pixel_values"]
     Image.new("RGB", (16, 40)).save(file.path)
     with pytest.raises(LengthwiseError, match=r"rows.jsonl:1: expected an image .*got .*a\.png: another file"):
-        reader.pixels(file, "rows.jsonl:1")
+        reader.columns(file, "rows.jsonl:1")
     assert load(folder, ROWS).digest() != here.digest()
     Image.new("RGB", (90, 40)).save(file.path)
     assert load(folder, ROWS).lengths[0] != here.lengths[0]

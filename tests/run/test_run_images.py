@@ -1,5 +1,6 @@
 """A run file whose rows have images: trained as one plain process does, compared by verify, and files named."""
 
+import inspect
 import re
 from types import SimpleNamespace
 
@@ -7,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from testing.images import image_tokenizer, write_image_model
+from testing.images import write_image_model
 from testing.small import plain_training, relative
 from testing.towers import tiny_tower_config
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
 from lengthwise.config import DataSource
 from lengthwise.core.errors import LengthwiseError
@@ -40,40 +41,57 @@ ROWS = [
 
 
 @pytest.fixture
-def run_file(tmp_path):
+def run_file(tmp_path, request):
+    """Write a run of rows with images for a tiny model, of the family that a test asks for."""
     (tmp_path / "pictures").mkdir()
     random = np.random.default_rng(0)
     for name, (width, high) in SIZES.items():
         drawn = Image.fromarray(random.integers(0, 255, (high, width, 3), dtype=np.uint8))
         drawn.save(tmp_path / "pictures" / name)
-    return write_run(tmp_path, ROWS, model=write_image_model(tmp_path / "model"), capacity_tokens=200, steps=2)
+    model = write_image_model(tmp_path / "model", getattr(request, "param", "qwen3_vl"))
+    return write_run(tmp_path, ROWS, model=model, capacity_tokens=400, steps=2)
 
 
-def plain_rows(folder):
-    """Return the rows as a processor gives them."""
+def plain_rows(folder, options):
+    """Return the rows as a processor gives them. options: arguments of its image processor."""
     made = AutoImageProcessor.from_pretrained(folder / "model")
-    source = DataSource(path=folder / "train.jsonl")
+    source, token = DataSource(path=folder / "train.jsonl"), AutoConfig.from_pretrained(folder / "model").image_token_id
     dataset = load_dataset([source], tokenizer=lambda: load_tokenizer(str(folder / "model")), vocab_size=None)
-    token, found = image_tokenizer().convert_tokens_to_ids("<|image_pad|>"), []
+    found = []
     for number, row in enumerate(ROWS):
         paths = [folder / part["path"] for part in row["messages"][0]["content"] if "path" in part]
-        pixels = made(images=[Image.open(path) for path in paths], return_tensors="pt") if paths else {}
+        pixels = made(images=[Image.open(path) for path in paths], return_tensors="pt", **options) if paths else {}
+        pixels = {name: each for name, each in pixels.items() if not name.startswith("num_")}
         ids, labels = (torch.tensor(each).long() for each in dataset.read(number, 0, 1000))
-        found.append({"input_ids": ids, "labels": labels, "mm_token_type_ids": (ids == token).int(), **pixels})
+        kinds = dict.fromkeys(("mm_token_type_ids", "token_type_ids"), (ids == token).int())
+        found.append({"input_ids": ids, "labels": labels, **kinds, **pixels})
     return found
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout", "stored"),
-    [(1, "zero1", "float32"), more(3, "zero3", "float32"), more(2, "zero3", "bfloat16")],
+    ("run_file", "ranks", "layout", "stored", "options"),
+    [
+        ("qwen3_vl", 1, "zero1", "float32", {}),
+        more("qwen3_vl", 3, "zero3", "float32", {}),
+        more("qwen3_vl", 2, "zero3", "bfloat16", {}),
+        ("gemma3", 2, "zero1", "float32", {}),
+        more("gemma4", 2, "zero3", "float32", {}),
+        more("mistral3", 2, "zero1", "float32", {"patch_size": 8}),
+        more("internvl", 2, "zero1", "float32", {"crop_to_patches": True}),
+    ],
+    indirect=["run_file"],
 )
-def test_a_run_trains_on_images_as_one_plain_process_does(run_file, ranks, layout, stored):
+def test_a_run_trains_on_images_as_one_plain_process_does(run_file, ranks, layout, stored, options):
     folder = run_file.parent
     AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=stored).save_pretrained(folder / "model")
-    output = train(run_file, "--ranks", ranks, "--set", f"shard={layout}", f"capacity_tokens={200 // ranks}")
+    output = train(run_file, "--ranks", ranks, "--set", f"shard={layout}", f"capacity_tokens={400 // ranks}")
     model = AutoModelForImageTextToText.from_pretrained(folder / "model", attn_implementation="sdpa").double()
-    model.model.visual.requires_grad_(False)
-    expected, _, _ = plain_training(model, plain_rows(folder), [range(4)] * 2, dtype=torch.float64, lrs=[3e-4] * 2)
+    decoder = {id(each) for part in (model.get_decoder(), model.lm_head) for each in part.parameters()}
+    for each in model.parameters():
+        each.requires_grad_(id(each) in decoder)
+    names = inspect.signature(model.forward).parameters
+    rows = [{name: each for name, each in row.items() if name in names} for row in plain_rows(folder, options)]
+    expected, _, _ = plain_training(model, rows, [range(4)] * 2, dtype=torch.float64, lrs=[3e-4] * 2)
     assert max(map(relative, losses(output), expected)) < 1e-11
 
 
@@ -106,14 +124,19 @@ def test_a_broken_image_ends_the_run_with_its_row_and_file(run_file, capfd):
     ("asked", "expected"),
     [
         ("stages=2", "a row of text, for `stages`"),
-        ("model=other", "a row of text, or a model of qwen2_vl, .*; got one with images, for gemma3"),
+        ("model=other", "a row of text, or a model of qwen2_vl, .*; got one with images, for llava"),
+        ("model=third", r"8 tokens \d+ for 1 image, by their sizes; got 0. Train with the tokenizer"),
     ],
 )
 def test_rows_with_images_that_cannot_train_are_refused_before_the_start(run_file, capfd, asked, expected):
-    tiny_tower = tiny_tower_config("gemma3", "gemma3_text", {"vocab_size": 400})
-    AutoModelForImageTextToText.from_config(tiny_tower).save_pretrained(run_file.parent / "other")
+    for name, whole, text in (("other", "llava", "llama"), ("third", "gemma3", "gemma3_text")):
+        config = tiny_tower_config(whole, text, {"vocab_size": 400})
+        AutoModelForImageTextToText.from_config(config).save_pretrained(run_file.parent / name)
     tokenizer = f"tokenizer={run_file.parent / 'model'}"
-    assert call("train", run_file, "--ranks", 2, "--set", asked.replace("=o", f"={run_file.parent}/o"), tokenizer) != 0
+    assert (
+        call("train", run_file, "--ranks", 2, "--set", asked.replace("model=", f"model={run_file.parent}/"), tokenizer)
+        != 0
+    )
     assert re.search(f"train.jsonl:1: expected {expected}", " ".join(capfd.readouterr().err.split()))
 
 

@@ -6,8 +6,7 @@ A row keeps the path of an image, a digest of the file and its patches, never it
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +18,15 @@ from lengthwise.core.hub_access import only_cached
 from lengthwise.core.names import counted
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.files import content_of
+from lengthwise.data.image_cuts import image_cut
 
-_PLACE = "<|image_pad|>"  # of an image, in Qwen's tokenizers
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are exchanged
 _AHEAD_BYTES, _THREADS = 256 << 20, 2  # of images decoded ahead by a rank
 _OF_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 
 
 class ImageFile(NamedTuple):
-    """An image of a row. content: digest of size and both ends of the file. grid: (rows, columns) of patches."""
+    """An image of a row. content: digest of size and both ends of the file. grid: patches, as in `ImageCut`."""
 
     path: str
     content: str
@@ -43,7 +42,7 @@ class ImageProcessor:
     """The image processor of a model, from a folder or the hub. tokenizer: its tokenizer of transformers."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
-        """Load it. ValueError: there is none, or it makes no patches as Qwen's does."""
+        """Load it. ValueError: there is none, or it is of a family whose rows do not train from files."""
         from transformers import AutoImageProcessor
 
         is_local: Any = only_cached(name)
@@ -51,13 +50,14 @@ class ImageProcessor:
             self._processor: Any = AutoImageProcessor.from_pretrained(
                 name, local_files_only=is_local, trust_remote_code=False
             )
+            texts = processor_files(name)
+            settings: dict[str, Any] = {key: value for text in texts for key, value in json.loads(text).items()}
         except Exception as error:  # noqa: BLE001 - of files from outside
             got = " ".join(str(error).split())[:200]
             raise ValueError(f"no image processor at {name}: {type(error).__name__}: {got}") from None
-        self._resized: Any = getattr(sys.modules[type(self._processor).__module__], "smart_resize", None)
-        if self._resized is None or not hasattr(self._processor, "merge_size"):
-            raise ValueError(f"{type(self._processor).__name__}: in run files images train with Qwen's models alone")
-        self.token: int = tokenizer.convert_tokens_to_ids(getattr(tokenizer, "image_token", None) or _PLACE)
+        self.cut = image_cut(self._processor, settings, tokenizer)
+        words = (self.cut.token, *(self.cut.ends or ()))
+        self.token, *self._ends = (int(tokenizer.convert_tokens_to_ids(each)) for each in words)
 
     def find(self, path: str, where: str) -> ImageFile:
         """Return the image at a path, by the begin of its file. DataError, of row `where`: there is none."""
@@ -71,19 +71,11 @@ class ImageProcessor:
                 is_known = image.format != "PNG" or any("exif" in str(name) for name in image.info)
                 if is_known and image.getexif().get(_ORIENTATION) in _TURNED:
                     width, height = height, width
-            return ImageFile(path, content, self._grid(height, width))
+            rows, columns = self.cut.grid(height, width)
+            return ImageFile(path, content, (int(rows), int(columns)))
         except Exception as error:  # noqa: BLE001 - of files of many formats
             remedy = "Correct the path or the file, or {skip_bad|set `bad_rows: skip`} to leave such rows out."
             raise _unreadable(path, where, error, remedy) from None
-
-    def _grid(self, height: int, width: int) -> tuple[int, int]:
-        made, patch = self._processor, self._processor.patch_size
-        limits = {"min_pixels": made.size["shortest_edge"], "max_pixels": made.size["longest_edge"]}
-        rows, columns = self._resized(height, width, factor=patch * made.merge_size, **limits)
-        found = rows // patch, columns // patch
-        if found[0] * found[1] != made.get_number_of_image_patches(height, width):
-            raise ValueError(f"{found} patches, and another number by {type(made).__name__}")
-        return found
 
     def expanded(
         self, ids: np.ndarray, labels: np.ndarray, images: Sequence[ImageFile]
@@ -96,19 +88,32 @@ class ImageProcessor:
         if len(places) != len(images):
             wrote = counted(len(places), "place")
             raise ValueError(f"{wrote} of images by template and texts, and {counted(len(images), 'image')}")
-        times = np.ones(len(ids), dtype=np.int64)
-        times[places] = [each.grid[0] * each.grid[1] // self._processor.merge_size**2 for each in images]
         labels = labels.copy()
         labels[places] = NO_LOSS
-        return np.repeat(ids, times), np.repeat(labels, times)
+        tokens = [self._tokens(each) for each in images]
+        losses = [np.full(len(each), NO_LOSS, dtype=np.int32) for each in tokens]
+        return _replaced(ids, places, tokens), _replaced(labels, places, losses)
+
+    def _tokens(self, image: ImageFile) -> np.ndarray:
+        """Return the ids of an image, int32: lines of its token, with what ends a line."""
+        lines, width = self.cut.lines(image.grid)
+        ids = np.full((lines, width + bool(self._ends)), self.token, dtype=np.int32)
+        if self._ends:
+            ids[:, -1] = self._ends[0]
+            ids[-1, -1] = self._ends[1]
+        return ids.reshape(-1)
+
+    def num_tokens(self, image: ImageFile) -> int:
+        """Return the number of tokens of an image that the tower fills."""
+        lines, width = self.cut.lines(image.grid)
+        return lines * width
 
     def num_bytes(self, image: ImageFile) -> int:
         """Return the bytes of an image's pixels, in fp32."""
-        made = self._processor
-        return 4 * image.grid[0] * image.grid[1] * 3 * made.temporal_patch_size * made.patch_size**2
+        return int(4 * 3 * self.cut.pixels * image.grid[0] * image.grid[1])
 
-    def pixels(self, image: ImageFile, where: str) -> Any:
-        """Decode an image of row `where`; return its `pixel_values`, a tensor (patches, values).
+    def columns(self, image: ImageFile, where: str) -> Mapping[str, Any]:
+        """Decode an image of row `where`; return the columns of it, as the image processor gives them.
 
         Raises:
             DataError: the file is broken, or is not the one that the rows were made with.
@@ -120,36 +125,43 @@ class ImageProcessor:
             if json.dumps(content_of(Path(image.path))) != image.content:
                 raise ValueError("another file than the one that this row was tokenized with")
             with Image.open(image.path) as opened:
-                found = self._processor(images=[load_image(opened)], return_tensors="pt")
-            if tuple(found["image_grid_thw"][0].tolist()) != (1, *image.grid):
-                raise ValueError(f"patches {found['image_grid_thw'].tolist()}, and {image.grid} when it was tokenized")
+                found = self._processor(images=[load_image(opened)], return_tensors="pt", **self.cut.options)
+            if tuple(self.cut.made(found)) != image.grid:
+                raise ValueError(f"patches {self.cut.made(found)}, and {image.grid} when it was tokenized")
         except Exception as error:  # noqa: BLE001 - of files of many formats
             raise _unreadable(image.path, where, error, "Put the file back, or take the row out.") from None
-        return found["pixel_values"]
+        return found
+
+
+def _replaced(values: np.ndarray, places: np.ndarray, by: Sequence[np.ndarray]) -> np.ndarray:
+    """Return values, int32 [tokens], with an array in place of each of some entries."""
+    firsts = [0, *(places + 1).tolist()]
+    kept = [values[first:last] for first, last in zip(firsts, [*places.tolist(), len(values)], strict=True)]
+    return np.concatenate([kept[0], *(each for pair in zip(by, kept[1:], strict=True) for each in pair)])
 
 
 class PixelsAhead:
     """Decodes images in threads before they are asked for, as long as they have fewer than some bytes together."""
 
     def __init__(self, processor: ImageProcessor) -> None:
-        self._processor, self._pool = processor, ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
+        self.processor, self._pool = processor, ThreadPoolExecutor(_THREADS, thread_name_prefix="images")
         self._made = dict[ImageFile, Future[Any]]()
         self._bytes = 0
 
     def begin(self, images: Sequence[ImageFile], where: str) -> None:
         """Begin to decode images of row `where`, and return at once."""
         for each in images:
-            num_bytes = self._processor.num_bytes(each)
+            num_bytes = self.processor.num_bytes(each)
             if each not in self._made and self._bytes + num_bytes <= _AHEAD_BYTES:
                 self._bytes += num_bytes
-                self._made[each] = self._pool.submit(self._processor.pixels, each, where)
+                self._made[each] = self._pool.submit(self.processor.columns, each, where)
 
-    def take(self, image: ImageFile, where: str) -> Any:
-        """Return the `pixel_values` of an image, and forget them; see `ImageProcessor.pixels`."""
+    def take(self, image: ImageFile, where: str) -> Mapping[str, Any]:
+        """Return the columns of an image, and forget them; see `ImageProcessor.columns`."""
         made = self._made.pop(image, None)
         if made is None:
-            return self._processor.pixels(image, where)
-        self._bytes -= self._processor.num_bytes(image)
+            return self.processor.columns(image, where)
+        self._bytes -= self.processor.num_bytes(image)
         return made.result()
 
 

@@ -47,19 +47,23 @@ def encode_pair(tokenizer: Any, prompt: str, completion: str) -> tuple[np.ndarra
 
 
 def encode_chat(
-    tokenizer: Any, chat: Chat, note: Callable[[str, str], None] = lambda _what, _of: None
+    tokenizer: Any,
+    chat: Chat,
+    note: Callable[[str, str], None] = lambda _what, _of: None,
+    rewrite: tuple[str, str] = ("", ""),
 ) -> tuple[np.ndarray, np.ndarray]:
     """Render a chat with the tokenizer's template and encode it, with a loss on the assistant's turns alone.
 
     A turn is what the template marks as `{% generation %}`. Without marks it is what an assistant's message adds to the
     text before it with the generation prompt. If a template writes earlier turns otherwise than the last (Qwen3's
     leaves their reasoning out), it is what follows that prompt in the text of the whole chat. The first `context`
-    messages have no loss. note: function that is called with (what the template leaves out, its message).
+    messages have no loss. note: function that is called with (what the template leaves out, its message). rewrite: that
+    of `Template`.
 
     Returns ids and labels, int32 [tokens] each. ValueError: there is no template, it refuses the chat or writes nothing
     of a turn, or a turn is not found.
     """
-    template = Template.of(tokenizer, chat)
+    template = Template.of(tokenizer, chat, rewrite)
     written = template.fitted(chat.messages)
     spans, turns = _spans(template, written, chat.context)
     for what, of in template.left_out(written, turns, chat.context):

@@ -28,16 +28,18 @@ _NULLS = ("None", "null")  # how templates write null
 class Template:
     """The chat template of a tokenizer for a chat with its tools. values: further names that the template sees.
 
-    Raises ValueError if there is no template, or it refuses the chat.
+    rewrite: a word of rendered texts, and what stands in its place. Raises ValueError if there is no template, or it
+    refuses the chat.
     """
 
     tokenizer: Any
     source: str
     tools: tuple[Any, ...] | None
     values: Mapping[str, Any]
+    rewrite: tuple[str, str] = ("", "")
 
     @classmethod
-    def of(cls, tokenizer: Any, chat: Chat) -> Template:
+    def of(cls, tokenizer: Any, chat: Chat, rewrite: tuple[str, str] = ("", "")) -> Template:
         """Return the tokenizer's template for a chat."""
         if not getattr(tokenizer, "chat_template", None):
             raise ValueError("a tokenizer without a chat template")
@@ -48,7 +50,7 @@ class Template:
         ]
         if contents:
             raise ValueError(f'"{contents[0]}", which the chat template does not read (take it out of the row)')
-        return cls(tokenizer, source, chat.tools, chat.values)
+        return cls(tokenizer, source, chat.tools, chat.values, rewrite)
 
     @property
     def is_marked(self) -> bool:
@@ -77,7 +79,16 @@ class Template:
             )
         except Exception as error:  # noqa: BLE001 - templates are programs of others, and raise what they like
             raise ValueError(f"a chat that the template refuses: {type(error).__name__}: {str(error)[:200]}") from None
-        return rendered[0], [(int(first), int(last)) for first, last in marked[0]] if marks else []
+        text: str = rendered[0]
+        found = [(int(first), int(last)) for first, last in marked[0]] if marks else []
+        word, other = self.rewrite
+        if word == other:
+            return text, found
+
+        def moved(place: int) -> int:  # a word that begins before a place ends before it
+            return place + (len(other) - len(word)) * text.count(word, 0, place)
+
+        return text.replace(word, other), [(moved(first), moved(last)) for first, last in found]
 
     def fitted(self, messages: Sequence[Message]) -> Written:
         """Return messages in the first form of which the template leaves out least."""

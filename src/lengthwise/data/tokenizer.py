@@ -179,8 +179,10 @@ class HuggingFaceTokenizer:
                 left_out = f"the chat template of {self.name} leaves out {what} ({of})"
                 warnings.warn(f"{chat.where}: {left_out}: none of it is trained on, nor of others alike", stacklevel=2)
 
-        ids, labels = encode_chat(self.tokenizer, chat, note)
-        return self.images.expanded(ids, labels, images) if images else (ids, labels)
+        if not images:
+            return encode_chat(self.tokenizer, chat, note)
+        cut = self.images.cut
+        return self.images.expanded(*encode_chat(self.tokenizer, chat, note, (cut.written, cut.text)), images)
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, with special tokens; transformers drops ids that it does not have."""

@@ -148,7 +148,7 @@ class Tokenizing:
             reader = self.tokenizer().images
         except ValueError as error:
             expected, got = "a row of text, for this tokenizer", f"an image, and {error}"
-            remedy = "Train a model that reads images, one of Qwen's, or take such rows out."
+            remedy = "Train a model that reads images, with its own tokenizer, or take such rows out."
             raise DataError(row.where, expected=expected, got=got, remedy=remedy) from None
         return [reader.find(os.path.join(folder, each), row.where) for each in row.chat.images]
 

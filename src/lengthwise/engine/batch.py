@@ -38,8 +38,8 @@ class ReadsFiles:
         if not files:
             return None
         ids, _ = dataset.read(row, 0, int(dataset.lengths[row]))
-        grids = [file.grid for file in files]
-        return self.reader.read_files(ids, grids, lambda image: self.pixels.take(files[image], name), name)
+        sizes = [(file.grid, self.pixels.processor.num_tokens(file)) for file in files]
+        return self.reader.read_files(ids, sizes, lambda image: self.pixels.take(files[image], name), name)
 
 
 class StepBatch:
@@ -114,8 +114,18 @@ class StepBatch:
 
     def mutual(self, plan: Plan) -> MutualSpans | None:
         """Return the spans of a plan's sequences whose tokens see each other in both directions, or None."""
-        del plan
-        return None
+        if self._reader is None or self._reader.mutual == "none":
+            return None
+        segments = [Segment(sequence=each, start=0, stop=tokens) for each, tokens in enumerate(plan.tokens)]
+        spans = tuple(
+            tuple((first - start, last - start) for first, last in self._spans_of(row) if start <= first < stop)
+            for row, start, stop in self.places(segments)
+        )
+        return MutualSpans(spans=spans, in_windows=self._reader.mutual == "windows") if any(spans) else None
+
+    def _spans_of(self, index: int) -> Sequence[tuple[int, int]]:
+        found = self._images_of(index)
+        return () if found is None else found.mutual
 
     def places(self, segments: Iterable[Segment]) -> Iterator[tuple[int, int, int]]:
         """Yield (index, start, stop) of each segment of a plan: tokens of the batch's sequence of this index."""

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 _CASTS = frozenset((Tensor.float, Tensor.to, Tensor.type))
 _SOFTMAXES = frozenset((F.softmax, torch.softmax))
+_PRODUCTS = frozenset((torch.matmul, Tensor.matmul, Tensor.__matmul__))
 
 
 class _KeepDouble(TorchFunctionMode):
@@ -27,6 +28,8 @@ class _KeepDouble(TorchFunctionMode):
                 return args[0]
             if down:
                 return func(*args, **{**kwargs, "dtype": None})
+        if func in _PRODUCTS and {each.dtype for each in args} == {torch.float32, torch.float64}:
+            return func(*(each.double() for each in args), **kwargs)  # Gemma 4's pooling, of whole numbers in fp32
         return func(*args, **kwargs)
 
 

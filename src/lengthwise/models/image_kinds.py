@@ -76,8 +76,8 @@ def _empty_size(config: Any, tokens: int) -> dict[str, Tensor]:
 # InternVL: tiles of one size. Gemma 3: images of one size.
 
 
-def _of_tiles(_config: Any, inputs: Mapping[str, Tensor], tokens: int) -> Tensor:
-    return torch.full((len(inputs[PIXELS]),), tokens // max(1, len(inputs[PIXELS])))
+def _of_tiles(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
+    return torch.full((len(inputs[PIXELS]),), _of_tile(config))
 
 
 def _of_tile(config: Any) -> int:

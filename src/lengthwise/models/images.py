@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
-from lengthwise.models.image_kinds import GRIDS, KINDS, NO_PATCH, PATCHES, PIXELS
+from lengthwise.models.image_kinds import KINDS, NO_PATCH, PATCHES, PIXELS
 from lengthwise.models.image_work import tower_work
 from lengthwise.models.text_part import has_towers, left_alone, whole_model
 
@@ -28,6 +28,7 @@ MODALITIES = ("mm_token_type_ids", "token_type_ids")  # columns of processors th
 
 FEATURES = "mm_encoder_outputs"  # argument of Hugging Face's models that takes features in place of pixels
 _REMEDY = "Pass what the model's processor returns for one row, with its images."
+_OTHER = "Train with the tokenizer and the image processor of the model itself."
 _CUT = f"{_REMEDY[:-1]}, all of it: truncation, such as TRL's max_length, cuts images."
 
 
@@ -131,28 +132,48 @@ class ImageReader:
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
         ends = np.cumsum(pixels.numpy())
         digests = [self._digest(given, ends, image) for image in range(len(ends))]
-        return self._row(ids, given, partial(_of_image, given, ends), digests, where)
+        tokens = self._kind.tokens(self._config, given, len(places))
+        return self._row(ids, tokens, given, partial(_of_image, given, ends), digests, where)
 
     def read_files(
-        self, ids: np.ndarray, grids: Sequence[tuple[int, int]], pixels: Callable[[int], Tensor], where: str
+        self,
+        ids: np.ndarray,
+        files: Sequence[tuple[tuple[int, int], int]],
+        decode: Callable[[int], Mapping[str, Tensor]],
+        where: str,
     ) -> RowImages:
-        """Return the images of a row of a run file. grids: patches of each. pixels: decodes an image, by its number.
+        """Return the images of a row of a run file. files: patches, (rows, columns), and tokens of each.
+
+        decode: function that returns the columns of an image, by its number.
 
         Raises:
-            DataError: the row has another number of tokens of images.
+            DataError: the row has another number of tokens of images, or the model makes another number of an image.
         """
-        of_row = torch.tensor([[1, *grid] for grid in grids])
 
         def inputs(image: int) -> dict[str, Tensor]:
-            return {PIXELS: pixels(image), "image_grid_thw": of_row[image : image + 1]}
+            found, tokens = decode(image), files[image][1]
+            made = int(self._kind.tokens(self._config, found, tokens).sum())
+            if made != tokens:
+                expected, got = f"{made} tokens of an image, as the model makes", f"{tokens} by its image processor"
+                raise DataError(where, expected=expected, got=got, remedy=_OTHER)
+            return {name: found[name] for name in self.columns}
 
-        return self._row(ids, {"image_grid_thw": of_row}, inputs, [0] * len(grids), where)
+        tokens = torch.tensor([tokens for _, tokens in files])
+        if (places := int((ids == self.token).sum())) != int(tokens.sum()):
+            expected = f"{int(tokens.sum())} tokens {self.token} for {counted(len(files), 'image')}, by their sizes"
+            raise DataError(where, expected=expected, got=f"{places}", remedy=_OTHER)
+        grids = {"image_grid_thw": torch.tensor([[1, *grid] for grid, _ in files])}
+        return self._row(ids, tokens, grids, inputs, [0] * len(files), where)
 
     def work(self, row: RowImages) -> tuple[tuple[int, float], ...]:
         """Return the first token of each image of a row, and the work on it, as plans take them (`Images`)."""
         tokens = np.diff(row.ends, prepend=0)
         firsts = row.places[row.ends - tokens]
-        return tuple((int(first), self._tower.of(int(of))) for first, of in zip(firsts, tokens, strict=True))
+        return tuple((int(first), self._work_of(int(of))) for first, of in zip(firsts, tokens, strict=True))
+
+    def _work_of(self, tokens: int) -> float:
+        least = self.least_tokens
+        return tokens // least * self._tower.of(least) if least > 1 else self._tower.of(tokens)
 
     @property
     def least_tokens(self) -> int:
@@ -168,13 +189,13 @@ class ImageReader:
     def _row(
         self,
         ids: np.ndarray,
+        tokens: Tensor,
         given: Mapping[str, Tensor],
         inputs: Callable[[int], Mapping[str, Tensor]],
         digests: Sequence[int],
         where: str,
     ) -> RowImages:
         places = np.flatnonzero(ids == self.token)
-        tokens = self._kind.tokens(self._config, given, len(places))
         if int(tokens.sum()) != len(places):
             expected = f"{len(places)} tokens for {counted(len(tokens), 'image')}"
             got = f"{int(tokens.sum())} tokens by {self.columns[-1]}"
@@ -292,14 +313,13 @@ def joined_images(parts: Sequence[Tensor], name: str) -> Tensor:
 
 
 def refuse_image_files(config: Any, where: str) -> None:
-    """Refuse a row of a run file with images, unless the model of this config takes them by grids of patches.
+    """Refuse a row of a run file with images, unless rows with images train with the model of this config.
 
     Raises:
-        DataError: it does not.
+        DataError: they do not.
     """
-    if KINDS.get(getattr(config, "model_type", "")) is not GRIDS:
-        known = ", ".join(name for name, kind in KINDS.items() if kind is GRIDS)
-        remedy = "Train on rows of text, or with TRL's trainers or a Session, where images of more families train."
+    if getattr(config, "model_type", "") not in KINDS:
+        known, remedy = ", ".join(KINDS), "Train on rows of text."
         got = f"one with images, for {getattr(config, 'model_type', 'this model')}"
         raise DataError(where, expected=f"a row of text, or a model of {known}", got=got, remedy=remedy)
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from inspect import signature
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -27,6 +30,8 @@ from lengthwise.models import (
     whole_model,
 )
 from lengthwise.models.quantized import compute_in
+
+_KINDS = ("mm_token_type_ids", "token_type_ids")  # columns by which models know the tokens of images
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,16 +53,18 @@ def plain_gradients(
     dtype: torch.dtype,
     *,
     processor: str = "",
+    image_options: Mapping[str, Any] = MappingProxyType({}),
     on_phase: Callable[[str], None] = lambda _phase: None,
 ) -> Reference:
     """Compute loss and gradients of a plain Hugging Face model in this process, one sequence at a time.
 
     On purpose this uses no tested code to shift labels, count loss tokens and sum gradients: logits of all but the last
-    position meet labels of all but the first. processor: name of the image processor of rows with images.
+    position meet labels of all but the first. processor, image_options: name of the image processor of rows with
+    images, and arguments of its calls.
     """
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     device, wide = next(model.parameters()).device, torch.promote_types(dtype, torch.float32)
-    made = _image_processor(processor) if any(dataset.images(i) for i in ids) else None
+    made = partial(_image_processor(processor), **image_options) if any(dataset.images(i) for i in ids) else None
     for parameter in (model if made is None else whole_model(model).to(device)).parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
@@ -112,8 +119,10 @@ def _plain_images(model: Any, made: Any, dataset: Dataset, row: int, ids: Tensor
         if not paths:
             return {}
         found = made(images=[load_image(path) for path in paths], return_tensors="pt")
-        kinds = (ids == model.whole.config.image_token_id).int()[None]
-        return {**{name: each.to(ids.device) for name, each in found.items()}, "mm_token_type_ids": kinds}
+        columns = {name: each.to(ids.device) for name, each in found.items()}
+        columns |= dict.fromkeys(_KINDS, (ids == model.whole.config.image_token_id).int()[None])
+        # Some processors give columns that their models do not take
+        return {name: each for name, each in columns.items() if name in signature(model.whole.forward).parameters}
 
     return read
 

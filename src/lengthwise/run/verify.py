@@ -300,6 +300,7 @@ def _expected(
                 batch.ids,
                 DTYPES[precision],
                 processor=job.config.tokenizer_name,
+                image_options=job.sees.pixels.processor.cut.options if job.sees is not None else {},
                 on_phase=lambda at: on_phase(f"one process, {precision}, {kernel}, {at}"),
             )
 

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from lengthwise.core.errors import DataError, LengthwiseError, raise_problems
-from lengthwise.core.plan import Plan
 from lengthwise.core.prefixes import SharedPrefixes, shared_prefixes
 from lengthwise.data import NO_LOSS
 from lengthwise.data.dataset import DatasetBuilder
@@ -25,7 +24,7 @@ from lengthwise.data.rows import LEAST_WEIGHT, MOST_WEIGHT
 from lengthwise.engine.batch import NO_PLACEHOLDERS, StepBatch, refuse_placeholders
 from lengthwise.models.image_kinds import IMAGE_COLUMNS
 from lengthwise.models.images import MODALITIES, ImageReader, RowImages
-from lengthwise.program import MutualSpans, Segment
+from lengthwise.program import Segment
 from lengthwise.session.misuse import shown
 from lengthwise.session.source import PlannedStep
 
@@ -108,21 +107,6 @@ class RowBatch(StepBatch):
 
     def _images_of(self, index: int) -> RowImages | None:
         return self._images.get(index)
-
-    def mutual(self, plan: Plan) -> MutualSpans | None:
-        """Return the spans of a plan's sequences whose tokens see each other in both directions, or None."""
-        if self._reader is None or not any(each.mutual for each in self._images.values()):
-            return None
-        segments = [Segment(sequence=each, start=0, stop=tokens) for each, tokens in enumerate(plan.tokens)]
-        spans = tuple(
-            tuple(
-                (first - start, last - start)
-                for first, last in (self._images[row].mutual if row in self._images else ())
-                if start <= first < stop
-            )
-            for row, start, stop in self.places(segments)
-        )
-        return MutualSpans(spans=spans, in_windows=self._reader.mutual == "windows")
 
     @property
     def identity(self) -> object:
