@@ -58,6 +58,7 @@ def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
             vision.hidden_size = config.text_config.hidden_size
         if family == "gemma3":
             config.mm_tokens_per_image = 4  # two images that touch are more than a window
+            vision.vision_use_head = False  # as in released ones
         if family == "gemma4":
             vision.pooling_kernel_size, vision.position_embedding_size = 2, 64
         if family.startswith("qwen3_vl"):

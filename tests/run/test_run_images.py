@@ -1,6 +1,7 @@
 """A run file whose rows have images: trained as one plain process does, compared by verify, and files named."""
 
 import inspect
+import json
 import re
 from types import SimpleNamespace
 
@@ -69,38 +70,44 @@ def plain_rows(folder, options):
 
 
 @pytest.mark.parametrize(
-    ("run_file", "ranks", "layout", "stored", "options"),
+    ("run_file", "ranks", "asked", "stored", "options"),
     [
-        ("qwen3_vl", 1, "zero1", "float32", {}),
-        more("qwen3_vl", 3, "zero3", "float32", {}),
-        more("qwen3_vl", 2, "zero3", "bfloat16", {}),
-        ("gemma3", 2, "zero1", "float32", {}),
-        more("gemma4", 2, "zero3", "float32", {}),
-        more("mistral3", 2, "zero1", "float32", {"patch_size": 8}),
-        more("internvl", 2, "zero1", "float32", {"crop_to_patches": True}),
+        ("qwen3_vl", 1, ["shard=zero1"], "float32", {}),
+        more("qwen3_vl", 3, ["shard=zero3"], "float32", {}),
+        more("qwen3_vl", 2, ["shard=zero3"], "bfloat16", {}),
+        ("gemma3", 2, ["global_batch.sequences=1", "steps=4", "train_towers=true"], "float32", {}),
+        more("qwen3_vl", 3, ["shard=zero3", "train_towers=true"], "float32", {}),
+        more("gemma4", 2, ["shard=zero3"], "float32", {}),
+        more("mistral3", 2, ["shard=zero1"], "float32", {"patch_size": 8}),
+        more("internvl", 2, ["shard=zero1"], "float32", {"crop_to_patches": True}),
     ],
     indirect=["run_file"],
 )
-def test_a_run_trains_on_images_as_one_plain_process_does(run_file, ranks, layout, stored, options):
+def test_a_run_trains_on_images_as_one_plain_process_does(run_file, ranks, asked, stored, options):
     folder = run_file.parent
     AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=stored).save_pretrained(folder / "model")
-    output = train(run_file, "--ranks", ranks, "--set", f"shard={layout}", f"capacity_tokens={400 // ranks}")
+    output = train(run_file, "--ranks", ranks, "--set", *asked, f"capacity_tokens={400 // ranks}")
     model = AutoModelForImageTextToText.from_pretrained(folder / "model", attn_implementation="sdpa").double()
     decoder = {id(each) for part in (model.get_decoder(), model.lm_head) for each in part.parameters()}
     for each in model.parameters():
-        each.requires_grad_(id(each) in decoder)
+        each.requires_grad_(id(each) in decoder or "train_towers=true" in asked)
     names = inspect.signature(model.forward).parameters
     rows = [{name: each for name, each in row.items() if name in names} for row in plain_rows(folder, options)]
-    expected, _, _ = plain_training(model, rows, [range(4)] * 2, dtype=torch.float64, lrs=[3e-4] * 2)
+    steps = [json.loads(line)["sequences"] for line in (output / "ledger.jsonl").read_text().splitlines()]
+    expected, _, _ = plain_training(model, rows, steps, dtype=torch.float64, lrs=[3e-4] * len(steps))
     assert max(map(relative, losses(output), expected)) < 1e-11
+    saved = AutoModelForImageTextToText.from_pretrained(output / "model").state_dict()
+    for name, each in model.state_dict().items():
+        assert (saved[name] - each).norm() <= 1e-7 * each.norm(), name
 
 
-@pytest.mark.parametrize("full", [False, more(True)])
+@pytest.mark.parametrize(("run_file", "full"), [("gemma3", False), more("qwen3_vl", True)], indirect=["run_file"])
 def test_verify_compares_images_and_says_how_many(run_file, capfd, monkeypatch, full):
-    """Rows are cut between their images, of which one stays, here in a ring."""
+    """Rows are cut between their images, of which one stays, here in a ring; the tower trains."""
     monkeypatch.setattr(verify_batch, "SECONDS", 1e-4)
     monkeypatch.setattr(verify_batch, "_LEAST", 8)
-    assert call("verify", run_file, "--ranks", 2, "--set", "capacity_tokens=80", *["--full"] * full) == 0
+    asked = ["capacity_tokens=80", "train_towers=true", *["--full"] * full]
+    assert call("verify", run_file, "--ranks", 2, "--set", *asked) == 0
     out = capfd.readouterr().out
     assert "tolerance 1e-12: PASS" in out
     said = next(line for line in out.splitlines() if line.startswith("exercised: "))
@@ -123,21 +130,21 @@ def test_a_broken_image_ends_the_run_with_its_row_and_file(run_file, capfd):
 @pytest.mark.parametrize(
     ("asked", "expected"),
     [
-        ("stages=2", "a row of text, for `stages`"),
-        ("model=other", "a row of text, or a model of qwen2_vl, .*; got one with images, for llava"),
-        ("model=third", r"8 tokens \d+ for 1 image, by their sizes; got 0. Train with the tokenizer"),
+        ("stages=2", "train.jsonl:1: expected a row of text, for `stages`"),
+        ("model=other", "train.jsonl:1: expected a row of text, or a model of qwen2_vl, .*; got .* images, for llava"),
+        ("model=third", r"train.jsonl:1: expected 8 tokens \d+ for 1 image, by their sizes; got 0. Train with the"),
+        ("train_towers=true", "train_towers: expected rows with images"),
     ],
 )
 def test_rows_with_images_that_cannot_train_are_refused_before_the_start(run_file, capfd, asked, expected):
     for name, whole, text in (("other", "llava", "llama"), ("third", "gemma3", "gemma3_text")):
         config = tiny_tower_config(whole, text, {"vocab_size": 400})
         AutoModelForImageTextToText.from_config(config).save_pretrained(run_file.parent / name)
-    tokenizer = f"tokenizer={run_file.parent / 'model'}"
-    assert (
-        call("train", run_file, "--ranks", 2, "--set", asked.replace("model=", f"model={run_file.parent}/"), tokenizer)
-        != 0
-    )
-    assert re.search(f"train.jsonl:1: expected {expected}", " ".join(capfd.readouterr().err.split()))
+    if asked.startswith("train"):
+        (run_file.parent / "train.jsonl").write_text(json.dumps(ROWS[2]) + "\n")
+    asked = [asked.replace("model=", f"model={run_file.parent}/"), f"tokenizer={run_file.parent / 'model'}"]
+    assert call("train", run_file, "--ranks", 2, "--set", *asked) != 0
+    assert re.search(expected, " ".join(capfd.readouterr().err.split()))
 
 
 def test_the_token_of_an_image_is_refused_in_a_row_of_text_beside_rows_with_images():

@@ -50,7 +50,7 @@ def adapters_of(config: RunConfig) -> int | None:
         return None
     from lengthwise.models import check_lora, find_model
 
-    return check_lora(find_model(config.model, weights=config.weights), config.lora)
+    return check_lora(find_model(config.model, weights=config.weights, train_towers=config.train_towers), config.lora)
 
 
 def trained_of(config: RunConfig) -> dict[str, Any]:

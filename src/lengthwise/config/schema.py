@@ -88,6 +88,10 @@ class RunConfig(TrainingSettings, _Training):
         description="nf4, fp4 (4 bits) or int8: load the frozen model quantized by bitsandbytes, all linear layers but "
         "the output head; beside lora (QLoRA); default null (not quantized)",
     )
+    train_towers: bool = Field(
+        default=False,
+        description="true: the tower for images and its projector train, too; default false (they stay as they are)",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto (GPUs if there are any), cpu or cuda; default auto"
     )

@@ -93,6 +93,15 @@ TABLE = (
         doors=(RUN_FILE,),
     ),
     Together(
+        "train_towers",
+        Values((True,)),
+        *_STAGES,
+        "false",
+        _OFF("stages"),
+        why="a tower is in no stage",
+        doors=(RUN_FILE,),
+    ),
+    Together(
         *("virtual", Values((1,), are_others=True), "stages", Values((1,)), "1"),
         "Add `stages`, or take virtual out.",
     ),

@@ -136,17 +136,17 @@ class SlicedOptimizer:
             run = self._runs[name]
             piece.grad = self._gradients[run.start : run.stop] if name in names else None
 
-    def update(self, lr: float) -> None:
-        """Update this rank's slices."""
+    def update(self, lr: float, without: Collection[str] = ()) -> None:
+        """Update this rank's slices. without: names of parameters without a gradient, which stay as they are."""
         self._is_behind, self._is_new = self.offloads, False
-        self._give_gradients(self.numbers)
+        self._give_gradients(self.numbers.keys() - without)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
 
-    def step(self, lr: float) -> None:
-        """Update this rank's slices, publish them, and clear the gradients. Collective."""
-        self.update(lr)
+    def step(self, lr: float, without: Collection[str] = ()) -> None:
+        """Update this rank's slices, publish them, and clear the gradients. Collective. without: as in `update`."""
+        self.update(lr, without)
         self.parameters.publish()
         self.zero_grad()
 

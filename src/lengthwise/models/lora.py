@@ -52,7 +52,7 @@ def check_lora(source: ModelSource, lora: LoraConfig | None) -> int | None:
     if not source.weights:
         got = f"{source.name}, whose weights are drawn from the seed and not saved"
         raise _refuse("lora", "a base model with weights", got, "Give a model with weights, or remove lora.")
-    skeleton = build_skeleton(source.config)
+    skeleton = build_skeleton(source.config, source)
     config = _peft_config(source, lora, skeleton, draws_both=False)
     if lora.adapter is None:
         _check_targets(skeleton, config.target_modules)

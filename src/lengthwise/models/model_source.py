@@ -65,13 +65,15 @@ class ModelSource:
     """The source of a model. weights: True to load its weights, False to draw them from the seed.
 
     config: config of the whole model. text: config of its text part, if that has its own. quantization: nf4, fp4 or
-    int8, in which linear layers but the head are loaded; None as they are.
+    int8, in which linear layers but the head are loaded; None as they are. trains_towers: True if towers for images
+    train beside the text part.
     """
 
     name: str
     config: Any
     weights: bool
     quantization: str | None = None
+    trains_towers: bool = False
 
     @property
     def text(self) -> Any:
@@ -85,11 +87,16 @@ class ModelSource:
 
 
 def find_model(
-    name: str, *, weights: Literal["load", "fresh"] | None = None, quantization: str | None = None
+    name: str,
+    *,
+    weights: Literal["load", "fresh"] | None = None,
+    quantization: str | None = None,
+    train_towers: bool = False,
 ) -> ModelSource:
     """Read the config of `tiny`, a folder or a hub name, and check whether there are weights.
 
-    weights, quantization: values of the run file's keys; by default existing weights are loaded, as they are.
+    weights, quantization, train_towers: values of the run file's keys; by default existing weights are loaded, as they
+    are, and towers stay so.
 
     Raises:
         ConfigError: there is no such model, its config cannot be read, or its weights cannot be loaded whole.
@@ -102,7 +109,8 @@ def find_model(
     if weights == "load" and not has_weights:
         remedy = "Give a model with weights, or remove `weights: load` to draw them from the seed."
         raise ConfigError("weights", expected="weights to load", got=f"{name}, which has none", remedy=remedy)
-    return ModelSource(name=name, config=config, weights=has_weights, quantization=quantization)
+    how: dict[str, Any] = {"quantization": quantization, "trains_towers": train_towers}
+    return ModelSource(name=name, config=config, weights=has_weights, **how)
 
 
 def _read_config(name: str) -> Any:
@@ -185,9 +193,9 @@ def tiny_config() -> LlamaConfig:
 def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NAME, stored: bool = True) -> nn.Module:
     """Build the model in fp32, or in fp64 if its weights are; flat buffers narrow it later.
 
-    A model with towers is returned as its text part (`models.text_part`). Without weights the parameters are drawn from
-    `seed`, the same on every rank and for every precision. stored: False keeps parameters on the meta device, and reads
-    and draws nothing.
+    A model with towers is returned as the part that trains (`models.text_part`). Without weights the parameters are
+    drawn from `seed`, the same on every rank and for every precision. stored: False keeps parameters on the meta
+    device, and reads and draws nothing.
 
     Raises:
         ConfigError: weights cannot be read, or are not exactly those of the config.
@@ -201,18 +209,29 @@ def build_model(source: ModelSource, *, seed: int, attention: str = ATTENTION_NA
             replace_layers(made, source.quantization)
         if source.weights:
             _read_generation_config(made, source.name)
-        return text_part(made.train())
+        return _trained_part(made.train(), source)
     if source.weights:
         quantized = loading_config(source.quantization)
-        return text_part(_load(source, quantization_config=quantized, **computing).train())
+        return _trained_part(_load(source, quantization_config=quantized, **computing).train(), source)
     # A copy, because Hugging Face writes into the config, and one source may build several models.
     config = copy.deepcopy(source.config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            return text_part(_class_of(config).from_config(config, dtype=source.dtype, **computing).train())
+            made = _class_of(config).from_config(config, dtype=source.dtype, **computing)
+            return _trained_part(made.train(), source)
         except (ValueError, RuntimeError) as error:  # for example initializer_range is NaN
             raise _refuse_config(_where(config), error) from error
+
+
+def _trained_part(model: Any, source: ModelSource) -> Any:
+    """Return the part of a model that trains: its text part, with its towers for images if they train."""
+    if not source.trains_towers or not has_towers(source.config):
+        return text_part(model)
+    for name, part in model.base_model.named_children():
+        if "audio" in name:  # no row has sounds
+            part.requires_grad_(False)
+    return text_part(model, trained={id(each) for each in model.parameters()})
 
 
 def _class_of(config: Any) -> Any:
@@ -277,15 +296,18 @@ def _parameters_on_meta() -> Iterator[None]:
         handle.remove()
 
 
-def build_skeleton(config: Any) -> Any:
+def build_skeleton(config: Any, source: ModelSource | None = None) -> Any:
     """Build the model of a config on the meta device, at any size; a model with towers as its text part.
+
+    source: of the model, if towers may train.
 
     Raises:
         ConfigError: it cannot be built.
     """
     try:
         with torch.device("meta"):  # with a copy, because Hugging Face writes into the config
-            return text_part(_class_of(config).from_config(copy.deepcopy(config), experts_implementation=EXPERTS))
+            made = _class_of(config).from_config(copy.deepcopy(config), experts_implementation=EXPERTS)
+            return text_part(made) if source is None else _trained_part(made, source)
     except Exception as error:  # the model's own code, with values from outside
         raise _refuse_config(_where(config), error) from error
 

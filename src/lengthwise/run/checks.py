@@ -98,7 +98,7 @@ def prepare_job(
     """
     collector, (config, settled) = Collector(), settle(config, gpus=gpus)
     attempt = collector.attempt
-    model = attempt(lambda: find_model(config.model, weights=config.weights, quantization=config.quantization))
+    model = attempt(lambda: _source(config))
     vocab_size = getattr(model.text, "vocab_size", None) if model else None
     tokenizer = cache(lambda: load_tokenizer(config.tokenizer_name))
     steps, known, eval_dataset = _read_data(
@@ -115,6 +115,8 @@ def prepare_job(
             attempt(partial(check_positions, each, positions=positions))
         if model is not None and each.first_with_images is not None:
             attempt(partial(_check_images, config, model, each.name(each.first_with_images)))
+    if config.train_towers and known is not None:
+        attempt(partial(_check_towers, known))
     if steps is not None:
         attempt(lambda: check_steps(config.optimizer, steps.num_steps))
         attempt(lambda: resume and resume.check_within(steps.num_steps))
@@ -189,6 +191,18 @@ def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_si
         return streamed(config.data, seed=config.seed, **of_tokenizer)
     check_remote()
     return divided(config.data, seed=config.seed, **of_tokenizer)
+
+
+def _source(config: RunConfig) -> ModelSource:
+    how: dict[str, Any] = {"quantization": config.quantization, "train_towers": config.train_towers}
+    return find_model(config.model, weights=config.weights, **how)
+
+
+def _check_towers(dataset: Dataset) -> None:
+    """Refuse towers that would train without a row that they see."""
+    if dataset.first_with_images is None:
+        expected, remedy = "rows with images, of files that are read at the start", "Take train_towers out."
+        raise ConfigError("train_towers", expected=expected, got="rows of text", remedy=remedy)
 
 
 def _check_images(config: RunConfig, source: ModelSource, where: str) -> None:

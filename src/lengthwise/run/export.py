@@ -112,7 +112,7 @@ def export_checkpoint(output: Path, to: Path, *, step: int | None = None) -> Pat
 
 
 def _build(config: RunConfig) -> tuple[Any, Parameters]:
-    source = find_model(config.model, weights=config.weights)
+    source = find_model(config.model, weights=config.weights, train_towers=config.train_towers)
     model: Any = build_adapted(source, config.lora, seed=config.seed)
     sharding = Sharding(dtype=DTYPES[config.precision], device=torch.device("cpu"))
     return model, lay_parameters(model, SoloTransport(), sharding)

@@ -57,7 +57,7 @@ def train_steps(run: RankRun) -> TrainResult:
             fault("microbatches", run.rank, step)
             result = session.backward(planned)
             if result.grad_norm is not None:
-                _update(run, result.grad_norm, rate(step))
+                _update(run, planned, result.grad_norm, rate(step))
                 run.end.finite.updated(planned.batch.ids)
             ran, planned = planned, steps.next(f"step {step + 1}")
             if result.grad_norm is not None:
@@ -89,13 +89,13 @@ def train_steps(run: RankRun) -> TrainResult:
     )
 
 
-def _update(run: RankRun, norm: float, lr: float) -> None:
+def _update(run: RankRun, planned: PlannedStep, norm: float, lr: float) -> None:
     step, limit = run.session.steps, run.job.config.optimizer.max_grad_norm
     fault("update", run.rank, step)
     with reporting_update(run.engine.transport):
         if limit is not None:
             run.optimizer.scale_gradients(clip_factor(limit, norm))
-        run.optimizer.step(lr)
+        run.optimizer.step(lr, without=run.unseen(planned.batch))
     fault("updated", run.rank, step)
 
 

@@ -80,6 +80,8 @@ def run_settings(config: RunConfig) -> dict[str, object]:
     """Return the settings of a run that decide what is trained."""
     given = config.model_dump(mode="json", exclude={"optimizer": {"offload"}})
     found = {key: value for key, value in given.items() if key not in FREE_SETTINGS}
+    if not found["train_towers"]:  # which runs of earlier versions did not have
+        del found["train_towers"]
     found["data"] = [_without_actors(each) for each in found["data"]]
     return found
 
@@ -95,7 +97,8 @@ def model_settings(run: Mapping[str, object]) -> dict[str, object]:
 
     With an adapter these include `seed`, which may have drawn the frozen weights.
     """
-    keys = ("model", "weights", "lora", "quantization", "precision", *(["seed"] if run.get("lora") else []))
+    keys = ("model", "weights", "lora", "quantization", "train_towers", "precision")
+    keys += ("seed",) if run.get("lora") else ()
     return {key: run.get(key) for key in keys}
 
 

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from lengthwise.comm import Transport, World
 from lengthwise.core.errors import ConfigError, DataError
@@ -16,8 +17,10 @@ from lengthwise.core.faults import fault
 from lengthwise.core.measurements import Measurements
 from lengthwise.core.names import counted
 from lengthwise.cost.measured import measured_cost
+from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import SlicedOptimizer
 from lengthwise.engine.parameters import Parameters
+from lengthwise.models import trained_towers
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.profiler.rank_profiler import ProfileSettings, open_store, profile
 from lengthwise.report.figures import percent
@@ -41,6 +44,7 @@ class RankRun:
     """A rank of a run after its setup.
 
     callbacks: callbacks of rank 0, empty on other ranks. measurements: measurements before the first step, or None.
+    of_towers: names of the parameters of towers that train.
     """
 
     job: Job
@@ -51,6 +55,7 @@ class RankRun:
     stop: StopRequest
     callbacks: Sequence[Callback]
     measurements: Measurements | None = None
+    of_towers: Sequence[str] = ()
 
     @property
     def engine(self) -> Engine:
@@ -88,6 +93,11 @@ class RankRun:
     def whole_on_first(self) -> AbstractContextManager[None]:
         """Make rank 0's model whole inside the block, so that it can be written. Collective."""
         return self.session.whole_on_first()
+
+    def unseen(self, batch: StepBatch) -> Sequence[str]:
+        """Return the trained parameters that no row of a batch reaches: those of towers, without an image."""
+        dataset = batch.dataset
+        return () if any(dataset.images(row) for row in batch.ids) else self.of_towers
 
     def write_model(self, folder: Path) -> None:
         """Write the model and the tokenizer."""
@@ -145,10 +155,16 @@ def set_up(
         folder=folder,
         stop=stop,
         callbacks=callbacks,
+        of_towers=_of_towers(session.engine.model),
     )
     if job.measures_at_start(session.shard):
         _measure_costs(rank, world)
     return rank
+
+
+def _of_towers(model: nn.Module) -> list[str]:
+    own = {id(each) for tower in trained_towers(model) for each in tower.parameters()}
+    return [name for name, each in model.named_parameters() if id(each) in own]
 
 
 def _restore(job: Job, session: Session, end: RunStepEnd, say: Callable[[str], None]) -> None:
