@@ -1,5 +1,6 @@
 """A run file whose rows have images: trained as one plain process does, compared by verify, and files named."""
 
+import gzip
 import inspect
 import json
 import re
@@ -115,6 +116,17 @@ def test_verify_compares_images_and_says_how_many(run_file, capfd, monkeypatch, 
     if not full:
         assert 35 < int(re.search(r"cut to at most (\d+) tokens", out)[1]) < 124, out
         assert " 0 of them" not in said
+
+
+@pytest.mark.parametrize("towers", ["false", "true"])
+def test_plan_counts_images_as_a_run_does(run_file, towers):
+    asked = ["--set", f"train_towers={towers}"]
+    output, found = train(run_file, "--ranks", 2, *asked), run_file.with_name("plan.json")
+    config = run_file.with_name("asked.yaml")
+    config.write_text(json.dumps({**json.loads(run_file.read_text()), "train_towers": towers == "true"}))
+    assert call("plan", "--config", config, "--ranks", 2, "--out", found) == 0
+    of_run = json.loads(gzip.decompress((output / "plans/step-000001.json.gz").read_bytes()))
+    assert json.loads(found.read_text())["images"] == of_run["images"]
 
 
 def test_a_broken_image_ends_the_run_with_its_row_and_file(run_file, capfd):

@@ -20,6 +20,7 @@ from lengthwise.report.figures import count, seconds, unitless
 if TYPE_CHECKING:
     from lengthwise.config import RunConfig
     from lengthwise.core.measurements import Measurements
+    from lengthwise.core.plan import Images
     from lengthwise.cost import Cost, Hardware
     from lengthwise.planner import PlanOptions
     from lengthwise.planner.service.step_planning import StepPlanning
@@ -104,13 +105,13 @@ class PlanCommand:
         from lengthwise.report.plans import degree_table, plan_table
 
         inputs = self._read()
-        tokens, context, batch = self._lengths(inputs)
+        tokens, images, context, batch = self._lengths(inputs)
         console = plain_console()
         planning, why = self.planning_of(inputs, tokens, context, batch=batch)
         if why:
             console.print(why)
         options = planning.options
-        plan = planning.plan(tokens)
+        plan = planning.plan(tokens, images=images)
         write_atomically(self.out, plan.to_json())
 
         cost = planning.cost
@@ -372,12 +373,13 @@ class PlanCommand:
             hardware = replace(hardware, compute_dtype_bytes=DTYPE_BYTES[config.precision])
         return all_terms_cost(shape, hardware, stages=stages, **of_model)
 
-    def _lengths(self, inputs: PlanInput) -> tuple[list[int], int | None, int]:
-        """Return (lengths to plan, context that a fixed mesh must hold, largest number of tokens of a global batch)."""
+    def _lengths(self, inputs: PlanInput) -> tuple[list[int], Images, int | None, int]:
+        """Return (lengths and images to plan, context that a fixed mesh must hold, most tokens of a global batch)."""
         config, shape = inputs.config, inputs.shape
         if config is None:
             assert inputs.lengths is not None, "one of the two was checked to be given"
-            return inputs.lengths, None, sum(inputs.lengths)
+            return inputs.lengths, (), None, sum(inputs.lengths)
+        from lengthwise.cli.run_model import images_of
         from lengthwise.data import Batches, load_dataset, load_tokenizer
         from lengthwise.data.load import first_rows
 
@@ -389,8 +391,9 @@ class PlanCommand:
             vocab_size=None if self.model_shape or not shape else shape.vocab,
         )
         batches = Batches(dataset, config)
-        lengths = batches.first_lengths
+        rows = next(iter(batches)).ids
+        lengths, images = dataset.lengths[rows].tolist(), images_of(config, dataset, rows.tolist())
         if is_stream:  # the other rows are unknown
             longest = max(source.max_tokens or 0 for source in config.data)
-            return lengths, longest, max(longest * (size.sequences or 1), size.tokens or 0)
-        return lengths, int(dataset.lengths.max()), batches.most_tokens
+            return lengths, images, longest, max(longest * (size.sequences or 1), size.tokens or 0)
+        return lengths, images, int(dataset.lengths.max()), batches.most_tokens

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import ConfigError
@@ -11,7 +12,12 @@ from lengthwise.core.files import read_json_object
 from lengthwise.core.host_memory import free_host_bytes
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost import Cost, Hardware, check_trained, named_shape, shape_from_config
+from lengthwise.data import load_tokenizer
 from lengthwise.setup import Machine, Setup, model_of_run, resolve
+
+if TYPE_CHECKING:
+    from lengthwise.core.plan import Images
+    from lengthwise.data import Dataset
 
 
 def setup_of_run(
@@ -51,6 +57,22 @@ def adapters_of(config: RunConfig) -> int | None:
     from lengthwise.models import check_lora, find_model
 
     return check_lora(find_model(config.model, weights=config.weights, train_towers=config.train_towers), config.lora)
+
+
+def images_of(config: RunConfig, dataset: Dataset, rows: Sequence[int]) -> Images:
+    """Return the work on the images of rows, as in training; it needs torch if there are any."""
+    if not any(dataset.images(row) for row in rows):
+        return ()
+    from lengthwise.data.image_files import PixelsAhead
+    from lengthwise.engine.batch import ReadsFiles, StepBatch
+    from lengthwise.models import find_model
+    from lengthwise.models.images import ImageReader
+    from lengthwise.models.model_source import build_skeleton
+
+    source = find_model(config.model, weights=config.weights, train_towers=config.train_towers)
+    reader = ImageReader(build_skeleton(source.config, source))
+    sees = ReadsFiles(reader, PixelsAhead(load_tokenizer(config.tokenizer_name).images))
+    return StepBatch(dataset, rows, sees=sees).image_work()
 
 
 def trained_of(config: RunConfig) -> dict[str, Any]:

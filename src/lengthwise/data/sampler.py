@@ -128,11 +128,6 @@ class Batches:
         return max((math.ceil(weight) for _, weight in self._weights), default=1)
 
     @property
-    def first_lengths(self) -> list[int]:
-        """Lengths of the first global batch."""
-        return self._lengths[next(iter(self)).ids].tolist()
-
-    @property
     def most_tokens(self) -> int:
         """Largest possible number of tokens of a global batch."""
         lengths, batch_size = np.sort(self._lengths[self._ids])[::-1], self._config.global_batch
