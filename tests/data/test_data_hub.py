@@ -5,8 +5,8 @@ import json
 import pytest
 
 from data.stores import content, load
-from lengthwise.config import DataSource, build_config
-from lengthwise.core.errors import DataError, LengthwiseError
+from lengthwise.config import DataSource
+from lengthwise.core.errors import DataError
 
 ROWS = {"train": [{"text": "x" * n} for n in (3, 1, 40)], "test": [{"text": "y" * n} for n in (5, 2)]}
 
@@ -53,24 +53,3 @@ def test_a_dataset_may_be_files_of_a_kind(tmp_path):
 def test_what_the_library_does_not_find_is_told_in_its_words(hub, keys, told):
     with pytest.raises(DataError, match=told):
         load(source(**keys))
-
-
-@pytest.mark.parametrize(
-    ("keys", "told"),
-    [
-        ({"dataset": "org/name"}, "data.0.split: expected the split of the dataset"),
-        ({"dataset": "org/name", "split": "train[:10%]"}, "data.0.split: "),
-        ({"dataset": "../name", "split": "train", "path": "x"}, "data.0.dataset: "),
-        ({"dataset": "a/b", "split": "train", "python_stdlib": True}, "got dataset and python_stdlib"),
-        ({"python_stdlib": True, "split": "train"}, "data.0.split: expected a `dataset` beside it"),
-        ({}, "got none of them"),
-        ({"path": "x", "data_files": "*.csv"}, "data.0.data_files: expected a `dataset` beside it"),
-        ({"path": "s3://bucket/train.jsonl"}, "data.0.path: expected a path on this machine; got "),
-        ({"path": "https://host/train.jsonl"}, ":// can only be streamed"),
-    ],
-)
-def test_a_source_is_of_one_kind_and_whole_and_of_this_machine(tmp_path, keys, told):
-    run = {"model": "tiny", "data": [keys], "global_batch": {"sequences": 1}, "steps": 1, "output": "out"}
-    with pytest.raises(LengthwiseError) as caught:
-        build_config(run, folder=tmp_path)
-    assert told in str(caught.value)
