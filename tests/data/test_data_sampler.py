@@ -95,31 +95,26 @@ def test_batches_of_steps_start_like_those_of_epochs(lengths, batch, steps):
     assert taken == whole[:steps]
 
 
+def assert_steps_of_zero(batches, values):
+    """Those that a walk finds: their number and the first."""
+    walked = [(each.step, each.epoch, each.ids.tolist()) for each in batches if not values[each.ids].sum()]
+    first, number = batches.steps_of_zero(values)
+    assert number == len(walked)
+    assert (first and (first.step, first.epoch, first.ids.tolist())) == (walked[0] if walked else None)
+
+
 @given(
     lengths=LENGTHS, batch=BATCH, ends=st.sampled_from([{"steps": 1}, {"steps": 37}, {"epochs": 3}]), draw=st.randoms()
 )
 def test_steps_of_zero_are_those_that_a_walk_finds(lengths, batch, ends, draw):
-    batches = batches_of(lengths, **ends, **batch)
-    values = np.array([draw.choice((0, 0, 0, 5)) for _ in lengths])
-    walked = [each for each in batches if not values[each.ids].sum()]
-    first, number = batches.steps_of_zero(values)
-    assert number == len(walked)
-    assert (first is None) == (not walked)
-    if first is not None:
-        assert (first.step, first.epoch, first.ids.tolist()) == (
-            walked[0].step, walked[0].epoch, walked[0].ids.tolist()
-        )  # fmt: skip
+    assert_steps_of_zero(batches_of(lengths, **ends, **batch), np.array([draw.choice((0, 0, 0, 5)) for _ in lengths]))
 
 
 @pytest.mark.parametrize("ends", [{"steps": 7}, {"epochs": 60}])
 def test_steps_of_zero_pass_over_epochs_that_take_no_row(ends):
     batches = weighted([(0.05, 3)], **ends)
     assert not len(batches.order(0))
-    values = np.array([0, 1, 0])
-    walked = [each for each in batches if not values[each.ids].sum()]
-    first, number = batches.steps_of_zero(values)
-    assert number == len(walked) > 0
-    assert (first.step, first.epoch, first.ids.tolist()) == (walked[0].step, walked[0].epoch, walked[0].ids.tolist())
+    assert_steps_of_zero(batches, np.array([0, 1, 0]))
 
 
 def test_batches_may_be_iterated_again_and_stopped_early():
@@ -182,13 +177,8 @@ def test_weights_say_how_often_epochs_take_a_row(sources, seed, epochs):
     assert sum(map(len, orders)) == sum(1 for order in orders for row in order if 0 <= row < first)
 
 
-def test_weights_of_one_are_no_weights():
-    plain, one = batches_of([1, 2, 3, 4, 0, 1], epochs=2, sequences=2), weighted([(1.0, 4), (1.0, 2)], epochs=2)
-    assert plain.order(1).tolist() == [row for row in one.order(1).tolist() if row != 4]
-    assert one.most_copies == 1
-
-
 def test_weights_that_give_no_row_are_refused():
     with pytest.raises(DataError, match="none in 2, by their weights"):
         weighted([(0.001, 1)], epochs=2)
     assert next(iter(weighted([(0.001, 1)], steps=2))).ids.tolist() == [0]
+    assert weighted([(1.0, 4), (1.0, 2)], epochs=2).most_copies == 1
