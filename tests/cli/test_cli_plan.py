@@ -8,7 +8,7 @@ import sys
 import pytest
 from testing.small import make_rows, write_model
 
-from cli.plan_calls import read_plan, refused
+from cli.calls import read_plan, told
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
 from run.small_runs import call, train, write_run
@@ -164,7 +164,7 @@ def test_plan_offloads_and_splits_heads_where_asked(tmp_path, capfd):
     lengths, out = tmp_path / "lengths.json", tmp_path / "plan.json"
     lengths.write_text("[106496, 3000]")
     rest = ("--lengths", lengths, "--ranks", 9, "--capacity", 8192, "--out", out)
-    assert "needs 13 ranks" in refused(capfd, *rest)
+    assert "needs 13 ranks" in told(capfd, "plan", *rest, status=2)
     assert call("plan", *rest, "--offload", "auto", "--heads", "auto") == 0
     assert read_plan(out).microbatches[0].offload > 0
 

@@ -203,6 +203,7 @@ def test_rows_refused_alike_are_one_line_with_their_count(load):
         b"PK\x03\x04" + b"\n\xe4" * 50,
         '{"text": "a"}'.encode("utf-16"),
         b"PAR0",
+        b'[\n{"text": "a"}\n]',
     ],
 )
 def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, raw):

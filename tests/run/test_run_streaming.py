@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from testing.small import VOCAB, make_rows, small_model
+from testing.small import VOCAB, make_rows
 
 import lengthwise
 from lengthwise.comm import SoloTransport, World
@@ -210,19 +210,6 @@ def test_a_run_trains_on_a_stream_as_on_its_rows_read_at_the_start_and_its_feed_
     command.finish()  # of which nothing is left
     assert rows_of_steps(tmp_path / "out")[:3] == rows_of_steps(wanted)
     assert losses(tmp_path / "out")[:3] == losses(wanted)
-
-
-def test_a_session_takes_a_stream_of_rows():
-    from datasets import IterableDataset
-    from torch.utils.data import DataLoader
-
-    rows, losses_of = make_rows(LENGTHS), list[list[float]]()
-    stream = IterableDataset.from_generator(lambda: iter(rows))
-    for batches in ([rows[:4], rows[4:8], rows[8:]], DataLoader(stream, batch_size=4, collate_fn=list)):
-        with lengthwise.Session(small_model(vocab_size=VOCAB), capacity_tokens=256) as session:
-            losses_of.append([session.evaluate(step).loss for step in batches])
-    assert losses_of[0] == losses_of[1]
-    assert len(losses_of[0]) == 3
 
 
 @pytest.mark.exhaustive
