@@ -110,12 +110,9 @@ def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
         with local_feeds(sources, how, **of_feed) as ([dataset], _):
             start = json.loads(json.dumps(ends[done]))
             if mark != "own" and "streaming" in how:  # of a run that was no stream, of smaller blocks, or older
-                beyond = {"place": start[1] + 1, "state": None}
-                start[2:] = {
-                    "none": [],
-                    "beyond": [json.dumps(beyond)],
-                    "of before": ['{"place": 1, "mark": [0, [0, [9, 1]]]}'],
-                }[mark]
+                beyond = json.dumps({"place": start[1] + 1, "state": None})
+                before = '{"place": 1, "mark": [0, [0, [9, 1]]]}'
+                start[2:] = {"none": [], "beyond": [beyond], "of before": [before]}[mark]
             rest = taken(dataset, size, 11 - done, start)
             assert [found for found, _ in rest] == wanted[done + 1 :]
 
@@ -214,9 +211,9 @@ def test_a_place_that_the_rows_do_not_reach_any_more_is_the_begin_of_the_next_ep
     ],
 )
 def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, monkeypatch, size, how, bad, said):
-    good = [{"text": "abc"}] * 4
-    before = Batches(load(*lines(tmp_path, good * 2 + good[:1])), SimpleNamespace(seed=0)).order(0).tolist().index(4)
-    before, found = 4 if "streaming" in how else before, []
+    good, found = [{"text": "abc"}] * 4, []
+    order = Batches(load(*lines(tmp_path, good * 2 + good[:1])), SimpleNamespace(seed=0)).order(0).tolist()
+    before = 4 if "streaming" in how else order.index(4)
     with local_feeds(lines(tmp_path, [*good, bad, *good]), how) as ([dataset], _):
         with pytest.raises(DataError, match=said) as caught:
             found.extend(map(found.append, taken(dataset, size, 9)))
@@ -247,12 +244,9 @@ def test_a_feed_that_ends_is_named_once_whatever_is_answered_late_and_files_that
 
 @pytest.mark.parametrize(("kind", "how"), [("rows", {"streaming": 1}), ("documents", {"remote": 1})])
 def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, how, kind):
-    if kind == "rows":
-        [source] = lines(tmp_path, [{"text": "abc"}] * 4)
-        path = source.path
-    else:
-        [source] = write_sources(tmp_path, [], ["abc", "abc", "abc", "abc"], max_tokens=9)
-        path = min(source.path.iterdir())
+    rows = {"rows": ([[{"text": "abc"}] * 4], []), "documents": ([], ["abc"] * 4)}[kind]
+    [source] = write_sources(tmp_path, *rows, max_tokens=9)
+    path = source.path if kind == "rows" else min(source.path.iterdir())
     with local_feeds([source], how, ahead_bytes=0) as ([dataset], _):
         steps = dataset.batches(GlobalBatch(sequences=4))
         next(steps)
@@ -268,10 +262,7 @@ def test_rows_stay_for_a_rank_that_is_behind_also_in_a_feed_that_is_started_agai
     sources, size = lines(tmp_path, [{"text": f"{row:03}"} for row in range(60)]), GlobalBatch(tokens=3)
     with local_feeds(sources, {"streaming": 1}, ranks=2) as ((ahead, behind), (client,)):
         first, second = ahead.batches(size), behind.batches(size)
-        for _ in range(12):
-            next(second)
-        for _ in range(40):
-            next(first)
+        [*islice(second, 12)], [*islice(first, 40)]
         row = int(behind.ids.min())
         assert 0 < row < 12
         for _ in range(2):

@@ -19,12 +19,12 @@ def no_tokenizer():
     raise AssertionError("rows of ids need no tokenizer")
 
 
-def tokens_of(dataset, row):
-    return dataset.read(row, 0, int(dataset.lengths[row]))[0]
+def tokens_of(dataset, row, *, part=0):
+    return dataset.read(row, 0, int(dataset.lengths[row]))[part]
 
 
 def labels_of(dataset, row):
-    return dataset.read(row, 0, int(dataset.lengths[row]))[1]
+    return tokens_of(dataset, row, part=1)
 
 
 @pytest.fixture
@@ -80,14 +80,11 @@ def test_rows_labels_are_kept_beside_rows_without(load):
         (b'{"txt": "a"}', 'got "txt"'),
         (b'{"text": "a", "labels": [1]}', '"text" and "labels" in one row'),
         (b'{"input_ids": [1, 2.0]}', "input_ids[1] = 2.0"),
-        (b'{"input_ids": [1, 1e999]}', "input_ids[1] = Infinity"),
         (b'{"input_ids": [true]}', "input_ids[0] = true"),
-        (b'{"input_ids": [[1]]}', "input_ids[0] = a list of 1"),
         (b'{"input_ids": [1, -100]}', "input_ids[1] = -100"),
         (b'{"input_ids": [1, 300]}', "input_ids[1] = 300"),
         (b'{"input_ids": [1, 99999999999999999999]}', "input_ids[1] = 99999999999999999999"),
         (b'{"input_ids": [1], "labels": [300]}', "labels[0] = 300"),
-        (b'{"input_ids": [1], "labels": [1.5]}', "labels[0] = 1.5"),
         (b'{"input_ids": [1, 2], "labels": [1]}', "labels"),
         (b'{"input_ids": [], "labels": [1]}', "0; got 1 labels"),
         (b'{"input_ids": [1, 2], "weights": 1}', "weights"),
@@ -112,20 +109,10 @@ def test_row_refused_names_file_and_line(load, line, place):
 
 
 def test_weights_of_0_and_1_are_labels(load):
-    weighed = load(
-        '{"input_ids": [5, 6, 7, 8], "weights": [1, 0, 1.0, 0.0]}',
-        '{"input_ids": [5, 6], "weights": [1, 1]}',
-        '{"input_ids": [5, 6], "weights": null}',
-        '{"input_ids": [], "weights": []}',
-        empty="skip",
-    )
-    labelled = load(
-        '{"input_ids": [5, 6, 7, 8], "labels": [5, -100, 7, -100]}',
-        '{"input_ids": [5, 6]}',
-        '{"input_ids": [5, 6]}',
-        '{"input_ids": []}',
-        empty="skip",
-    )
+    ids, two = '"input_ids": [5, 6, 7, 8]', '{"input_ids": [5, 6]}'
+    others = ('{"input_ids": [5, 6], "weights": [1, 1]}', '{"input_ids": [5, 6], "weights": null}')
+    weighed = load(f'{{{ids}, "weights": [1, 0, 1.0, 0.0]}}', *others, '{"input_ids": [], "weights": []}', empty="skip")
+    labelled = load(f'{{{ids}, "labels": [5, -100, 7, -100]}}', two, two, '{"input_ids": []}', empty="skip")
     assert weighed.loss_tokens.tolist() == [1, 1, 1, 0]  # the first weight is of a token that nothing predicts
     assert weighed.read(0, 0, 4)[1].tolist() == [5, -100, 7, -100]
     assert weighed.digest() == labelled.digest()
@@ -155,12 +142,9 @@ IDS_ROW = {"input_ids": [1, 2, 3]}
     "columns",
     [
         {"label": [1, 2, 3]},
-        {"targets": [1, 2, 3]},
         {"attention_mask": [1, 1, 0]},
         {"attention_mask": "111"},
         {"lossMask": [1, 1, 1]},
-        {"assistant_masks": [0, 1, 1]},
-        {"loss_weights": [0.0, 1.0, 1.0]},
         {"position_ids": [0, 1, 0]},
         {"token_type_ids": [0, 1, 1]},
         {"text": "a", "target": "b"},
@@ -196,16 +180,10 @@ def test_rows_refused_alike_are_one_line_with_their_count(load):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"text\na\n",
-        b"PK\x03\x04" + b"\n\xe4" * 50,
-        '{"text": "a"}'.encode("utf-16"),
-        b"PAR0",
-        b'[\n{"text": "a"}\n]',
-    ],
-)
+ZIP, UTF_16, ARRAY = b"PK\x03\x04" + b"\n\xe4" * 50, '{"text": "a"}'.encode("utf-16"), b'[\n{"text": "a"}\n]'
+
+
+@pytest.mark.parametrize("raw", [b"text\na\n", ZIP, UTF_16, b"PAR0", ARRAY])
 def test_file_of_another_kind_is_one_line_that_names_it(tmp_path, raw):
     path = tmp_path / "train.dat"
     path.write_bytes(raw)

@@ -18,7 +18,7 @@ from data.local_feeds import LocalClient
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.run import main, ray_feed
 from lengthwise.run.launch import StopRequest
-from run.small_runs import assert_equal_runs, broken_off, call, read_lines
+from run.small_runs import assert_equal_runs, read_lines
 from run.test_run_streaming import SignalsFeeds, run_of
 
 
@@ -46,16 +46,6 @@ def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process):
     for path in paths:
         lengthwise.train(path, ranks=2)
     assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")
-
-
-@pytest.mark.exhaustive
-def test_rows_of_a_run_that_goes_on_are_those_of_before(tmp_path, in_process):
-    path = run_of(tmp_path, remote=True)
-    broken_off(path, 2, after=3)
-    rows = path.parent / "train.jsonl"
-    rows.write_text(rows.read_text().replace("1", "2", 1))
-    assert call("train", path, "--ranks", 2, "--resume") == 2
-    assert lengthwise.train(path, ranks=2, resume=True, accept_changes=True).steps == 7
 
 
 def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process, monkeypatch):
