@@ -2,18 +2,9 @@
 
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan
-from run.small_runs import call
 
 SMALL = ["--model", "llama-7b", "--ranks", "16", "--batch-tokens", "256K", "--batches", "2", "--capacity", "8K"]
 OWN = ("--model", "llama-7b", "--ranks", 4, "--batch-tokens", "4K", "--batches", 1, "--capacity", "8K")
-
-
-def told(capture, *arguments, status=0):
-    """Run the command, which ends with this status; return what it prints, and then its errors."""
-    assert call(*arguments) == status
-    out, err = capture.readouterr()
-    assert "Traceback" not in err
-    return out + err
 
 
 def read_plan(path):

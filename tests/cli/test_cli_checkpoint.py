@@ -7,8 +7,7 @@ import torch
 from testing.small import make_rows
 
 import lengthwise
-from cli.calls import told
-from run.small_runs import call, write_run
+from run.small_runs import call, told, write_run
 from tiers import more
 
 KEYS = {"steps": 6, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}}

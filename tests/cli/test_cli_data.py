@@ -8,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing.small import make_rows
 
-from cli.calls import told
 from data.stores import FILES, load, write_sources
 from lengthwise.cli import data as data_verb
 from lengthwise.data.survey import stretches, survey
 from properties import costly
-from run.small_runs import write_rows, write_run
+from run.small_runs import told, write_rows, write_run
 
 ROWS = [
     {"prompt": "What?", "completion": " <b>&"},

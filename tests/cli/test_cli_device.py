@@ -4,12 +4,11 @@ import pytest
 import torch
 from testing.small import make_rows
 
-from cli.calls import told
 from lengthwise.comm import devices
 from lengthwise.core.environment import prepare_environment
 from lengthwise.run import prepared_run as start
 from lengthwise.run.launch import on_ranks
-from run.small_runs import write_run
+from run.small_runs import told, write_run
 
 
 def _driver_too_old(monkeypatch, tmp_path):

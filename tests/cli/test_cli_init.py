@@ -6,9 +6,8 @@ import re
 import pytest
 from testing.small import make_rows, write_model
 
-from cli.calls import told
 from lengthwise.config import load_config
-from run.small_runs import call, losses, write_rows
+from run.small_runs import call, losses, told, write_rows
 
 
 @pytest.fixture(autouse=True)

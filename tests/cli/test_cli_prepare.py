@@ -6,9 +6,8 @@ import re
 import numpy as np
 from testing.small import make_rows
 
-from cli.calls import told
 from lengthwise.data.prepared import NAME
-from run.small_runs import write_rows, write_run
+from run.small_runs import told, write_rows, write_run
 
 ROWS = [*make_rows([30, 12, 5, 60, 1, 17, 44]), {"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}]
 

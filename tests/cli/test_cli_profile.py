@@ -4,12 +4,12 @@ import json
 
 from testing.small import make_rows
 
-from cli.calls import read_plan, told
+from cli.calls import read_plan
 from cost.measured_samples import measurements_of, samples_of
 from cost.test_cost_fit import machine
 from lengthwise.cost import named_hardware
 from lengthwise.cost.measured import read_measurements
-from run.small_runs import write_run
+from run.small_runs import told, write_run
 
 
 def test_profile_writes_what_plan_and_simulate_read(tmp_path, capfd):

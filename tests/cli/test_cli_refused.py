@@ -39,6 +39,7 @@ def files(tmp_path_factory):
     write_run(folder, make_rows([3]), model="tiny")
     long = {"global_batch": {"sequences": 3}, "capacity_tokens": 30}
     write_run(folder / "long", make_rows([3, 4, 70]), model="tiny", **long)
+    write_run(folder / "auto", make_rows([9]), model="tiny", capacity_tokens="auto")
     write_run(folder / "bad", [{"input_ids": [VOCAB, 1]}, {"input_ids": [1.5]}, {"nothing": 1}])
     os.mkfifo(folder / "pipe")
     (folder / "folder").mkdir()
@@ -74,6 +75,7 @@ def assert_refused(folder, monkeypatch, capfd, words, told, code=2):
         "--lengths - --config long/run.yaml --capacity -": ["70 tokens", "3 ranks", "raise capacity_tokens to 35"],
         "--lengths - --config long/run.yaml --capacity 20": ["raise --capacity to 35"],
         "--lengths - --config bad/run.yaml --ranks 1": ["train.jsonl:1", "train.jsonl:2", "train.jsonl:3"],
+        "--lengths - --config auto/run.yaml --capacity -": ["--capacity: expected a number for a plan made here"],
         "--speeds 1,1,1": ["--speeds: expected 2, one per rank; got 3"],
         "--speeds 1,quick": ["--speeds: entry 2"],
         "--speeds 0x1": ["--speeds: entry"],

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from cli.calls import OWN, SMALL, told
+from cli.calls import OWN, SMALL
 from lengthwise.cli.sources import listed_lengths
+from run.small_runs import told
 
 
 @pytest.mark.exhaustive

@@ -4,8 +4,8 @@ import json
 
 from testing.small import make_rows, write_model
 
-from cli.calls import OWN, told
-from run.small_runs import write_rows, write_run
+from cli.calls import OWN
+from run.small_runs import told, write_rows, write_run
 
 
 def texts(*given):

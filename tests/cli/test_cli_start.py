@@ -13,9 +13,8 @@ import pytest
 from testing.small import VOCAB, make_rows
 from transformers import GPT2Config
 
-from cli.calls import told
 from lengthwise.cli.train import describe_job
-from run.small_runs import Command, call, count_lines, job_of, losses, train, write_run
+from run.small_runs import Command, call, count_lines, job_of, losses, told, train, write_run
 from tiers import more
 
 

@@ -142,27 +142,21 @@ def test_batches_do_not_depend_on_the_number_of_processes_and_the_end_of_one_cos
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """Rows of a dataset by name, as `datasets` finds it without a network, and the same file's path."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "kept"))
+def file(hub, monkeypatch):
+    """The file of a dataset by name."""
     monkeypatch.setattr("lengthwise.data.library.hub_answers", lambda address: False)
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "org/name"
-    folder.mkdir(parents=True)
     rows = [{"input_ids": [number] * 3, "labels": [-100, number, number % 3]} for number in range(40)]
-    path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return lines(hub, rows)[0].path
 
 
 @pytest.mark.parametrize(("how", "block"), [("name", 1), ("url", 16)])
-def test_the_library_streams_what_the_file_has_also_after_a_resume(hub, monkeypatch, how, block):
-    asked = {"dataset": "org/name", "split": "train"} if how == "name" else {"path": f"file://{hub}", "streaming": True}
+def test_the_library_streams_what_the_file_has_also_after_a_resume(file, how, block):
+    asked = (
+        {"dataset": "org/name", "split": "train"} if how == "name" else {"path": f"file://{file}", "streaming": True}
+    )
     sources, size = [DataSource.model_validate({**asked, "max_tokens": 9})], GlobalBatch(sequences=3)
-    how_read, shown = {"streaming": block}, "org/name:train" if how == "name" else f"file://{hub}"
-    wanted = [each[1:] for each in expected([DataSource(path=hub)], size, 20, how_read)]
+    how_read, shown = {"streaming": block}, "org/name:train" if how == "name" else f"file://{file}"
+    wanted = [each[1:] for each in expected([DataSource(path=file)], size, 20, how_read)]
     with local_feeds(sources, how_read) as ([dataset], _):
         found = [*taken(dataset, size, 20)]
         assert [each[1:] for each, _ in found] == wanted
@@ -290,7 +284,7 @@ def test_a_tokenizer_that_panics_is_named_with_the_row(tmp_path, monkeypatch):
             next(dataset.batches(GlobalBatch(sequences=1)))
 
 
-def test_sources_that_cannot_be_read_while_a_run_trains_are_refused_by_name(tmp_path, hub):
+def test_sources_that_cannot_be_read_while_a_run_trains_are_refused_by_name(tmp_path, file):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}\n' * 5000)[:-9])
     for name, text in {
         "empty": "",
@@ -300,10 +294,10 @@ def test_sources_that_cannot_be_read_while_a_run_trains_are_refused_by_name(tmp_
     }.items():
         (tmp_path / name).write_text(text)
     prepare([DataSource(path=tmp_path / "long")], tmp_path / "prepared")
-    hub.write_text('{"text": "a"}\n{"text"')
+    file.write_text('{"text": "a"}\n{"text"')
     for kind, asked, said in (
         ("streaming", {"path": "cut.jsonl.gz"}, "cut.jsonl.gz, from row 1 on: expected a whole file"),
-        ("streaming", {"path": f"file://{hub}"}, "train.jsonl:2: expected JSON; got broken"),
+        ("streaming", {"path": f"file://{file}"}, "train.jsonl:2: expected JSON; got broken"),
         ("streaming", {"path": "long", "too_long": "skip"}, "left out: 1 too long"),
         ("streaming", {"path": "prepared"}, "prepared data"),
         ("streaming", {"path": "https://x.org/rows.xyz"}, "another ending"),

@@ -1,27 +1,10 @@
 """Datasets by name, as the `datasets` library finds them without a network: a folder of that name."""
 
-import json
-
 import pytest
 
 from data.stores import content, load
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError
-
-ROWS = {"train": [{"text": "x" * n} for n in (3, 1, 40)], "test": [{"text": "y" * n} for n in (5, 2)]}
-
-
-@pytest.fixture
-def hub(tmp_path, monkeypatch):
-    folder = tmp_path / "org/name"
-    folder.mkdir(parents=True)
-    for split, rows in ROWS.items():
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "kept"))
-    monkeypatch.chdir(tmp_path)
-    return folder
 
 
 def source(**keys):

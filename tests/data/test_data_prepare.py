@@ -25,24 +25,18 @@ FORK = multiprocessing.get_context("fork")
 ROWS = [[{"text": "x" * n} for n in (1, 2, 97, 300, 5, 60, 61)], [{"prompt": "ab", "completion": "cd"}] * 9]
 
 
-@pytest.fixture
-def killed(tmp_path, monkeypatch):
-    """Let one process that tokenizes be killed at its first row; prepare once, which fails."""
+@pytest.mark.parametrize("more", ["", '{"text": "more"}\n'])
+def test_prepare_whose_process_is_killed_goes_on_to_the_same_rows(tmp_path, monkeypatch, more):
+    """One that tokenizes, at its first row. With other sources it begins anew."""
     sources = write_sources(tmp_path, ROWS, ["a", "bc"])
     monkeypatch.setattr("lengthwise.data.tokens.row_digest", killed_in_one_worker(tmp_path / "killed"))
     with pytest.raises(RankError, match="tokenizing: expected processes that live"):
         prepare(sources, tmp_path / "out", processes=2)
     assert not (tmp_path / "out").exists()
-    return sources
-
-
-@pytest.mark.parametrize("more", ["", '{"text": "more"}\n'])
-def test_prepare_whose_process_is_killed_goes_on_to_the_same_rows(tmp_path, killed, more):
-    """Or begins anew, with other sources."""
-    with killed[0].path.open("a") as file:
+    with sources[0].path.open("a") as file:
         file.write(more)
-    prepare(killed, tmp_path / "out", processes=2)
-    assert content(load(tmp_path / "out")) == content(load(*killed))
+    prepare(sources, tmp_path / "out", processes=2)
+    assert content(load(tmp_path / "out")) == content(load(*sources))
     assert sorted(each.name for each in (tmp_path / "out").parent.glob("out*")) == ["out"]
 
 
@@ -72,15 +66,6 @@ def test_prepare_killed_while_it_writes_ends_with_the_same_rows(tmp_path, number
     assert not (tmp_path / "out.unfinished").exists()
 
 
-def die(_task):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_task_whose_processes_are_always_killed_is_named():
-    with pytest.raises(RankError, match="live while task 0; got the end of 3"):
-        list(worker_processes(2)(die, [f"task {number}" for number in range(5)]))
-
-
 def work(seconds):
     if seconds > 9:
         time.sleep(seconds)
@@ -100,7 +85,13 @@ def test_an_error_ends_processes_where_they_stand_and_one_that_works_for_longer_
     assert time.monotonic() - start < 30, "waited for a task of 60 s that nobody needs"
 
 
-def test_processes_that_stop_before_they_have_a_task_are_an_error(monkeypatch):
+def die(_task):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_processes_that_are_always_killed_or_stop_before_they_have_a_task_are_an_error(monkeypatch):
+    with pytest.raises(RankError, match="live while task 0; got the end of 3"):
+        list(worker_processes(2)(die, [f"task {number}" for number in range(5)]))
     start = workers._start
 
     def stopping(*arguments):

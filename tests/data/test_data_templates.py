@@ -7,6 +7,8 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from data.stores import save_words
 from lengthwise.data import NO_LOSS, load_tokenizer
@@ -141,23 +143,16 @@ def shipped():
     return {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
 
 
-@pytest.fixture
-def letters():
-    """Return what makes a tokenizer of bytes, and of the tokens in angles that a template has."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    def make(source, eos="<eos>"):
-        special = sorted({*re.findall(r"<[|｜/a-zA-Z_][^<>\n\"'{} ]{0,30}>", source), "<bos>", "<eos>", "</s>"})
-        words = {word: number for number, word in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-        inner = Tokenizer(models.BPE(vocab=words, merges=[]))
-        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token=eos)
-        made.add_tokens(special, special_tokens=True)
-        made.chat_template = source
-        return made
-
-    return make
+def letters(source, eos="<eos>"):
+    """Return a tokenizer of bytes, and of the tokens in angles that a template has."""
+    special = sorted({*re.findall(r"<[|｜/a-zA-Z_][^<>\n\"'{} ]{0,30}>", source), "<bos>", "<eos>", "</s>"})
+    words = {word: number for number, word in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    inner = Tokenizer(models.BPE(vocab=words, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token=eos)
+    made.add_tokens(special, special_tokens=True)
+    made.chat_template = source
+    return made
 
 
 ENDS = {  # what models stop at, by the beginning of a template's name
@@ -199,23 +194,20 @@ USUAL = ("qwen3", "qwen3_5_think", "gptoss", "glm4moe", "deepseekv3", "phi3", "n
 
 
 @pytest.mark.parametrize("name", [name if name in USUAL else more(name) for name in shipped()])
-def test_chats_of_a_family_have_a_loss_on_answers_and_their_ends_alone(letters, name):
+def test_chats_of_a_family_have_a_loss_on_answers_and_their_ends_alone(name):
     """Words that are in no other message show of whom a token is."""
     tokenizer = letters(shipped()[name], eos="</s>" if name.startswith("llava") else "<eos>")
     end = next(end for beginning, end in ENDS.items() if name.startswith(beginning))
     tools = [{"type": "function", "function": TOOL}]
+    refused = {}
     for of, turns in TALKS.items():
-        said, refusal = [], ""
+        said = []
         chat = chat_of({"messages": turns, **({"tools": tools} if "call" in of else {})}, "rows:1")
         try:
             ids, labels = encode_chat(tokenizer, chat, lambda *what, said=said: said.append(str(what)))
         except ValueError as error:
-            refusal = str(error)
-        if refusal:  # by templates without a system prompt, or without tools
-            assert re.match(r"a chat that the template refuses: |an empty turn: the chat template leaves", refusal), of
-            assert of == "system" or "call" in of
+            refused[of] = str(error)
             continue
-        assert all(label in (NO_LOSS, token) for token, label in zip(ids, labels, strict=True))
         runs = list(runs_of(tokenizer, ids, labels))
         words = "\n".join(runs)
         assert not ({"None", "null"} & set(re.findall(r"\w+", tokenizer.decode(ids)))), "of a call without content"
@@ -228,16 +220,20 @@ def test_chats_of_a_family_have_a_loss_on_answers_and_their_ends_alone(letters, 
         assert all("PLACE" in run for run in unended), (of, runs)
         assert bool(unended) == (name in ENDLESS and "call" in of), (of, runs)
         assert bool(unended) == ("without which a model does not stop" in str(said))
+    for of, why in refused.items():  # by templates without a system prompt, or without tools
+        assert re.match(r"a chat that the template refuses: |an empty turn: the chat template leaves", why), of
+        assert of == "system" or "call" in of
 
 
 def runs_of(tokenizer, ids, labels):
     """Yield the tokens of each part with a loss."""
+    assert all(label in (NO_LOSS, token) for token, label in zip(ids, labels, strict=True))
     for learned, part in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != NO_LOSS):
         if learned:
             yield tokenizer.decode([int(token) for token, _ in part])
 
 
-def test_an_end_that_no_template_writes_is_what_begins_the_next_message_and_ends_generation(letters):
+def test_an_end_that_no_template_writes_is_what_begins_the_next_message_and_ends_generation():
     tokenizer = letters(shipped()["glm4moe"])
     ids, labels = encode_chat(tokenizer, chat_of({"messages": TURNS[:4]}, "rows:1"))
     runs = list(runs_of(tokenizer, ids, labels))

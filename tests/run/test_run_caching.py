@@ -12,8 +12,8 @@ import pytest
 from testing.small import make_rows
 
 import lengthwise
+from data.conftest import hub  # noqa: F401 - a fixture
 from data.stores import content, load, prepare, write_sources
-from data.test_data_hub import hub  # noqa: F401 - a fixture
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, OutputError, RankError
 from lengthwise.core.files import try_lock

@@ -7,7 +7,7 @@ from testing.small import make_rows
 from transformers import GPT2LMHeadModel
 
 import lengthwise
-from run.small_runs import assert_equal_runs, broken_off, call, losses, whole, write_run
+from run.small_runs import assert_equal_runs, broken_off, call, losses, told, whole, write_run
 from run.test_run_resume import LENGTHS, run_of
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")
@@ -53,7 +53,6 @@ def test_a_run_that_goes_on_draws_as_if_nothing_had_been(tmp_path, model):
 def test_a_model_with_dropout_verifies_without_it(tmp_path, capsys, model):
     keys = {"global_batch": {"sequences": 7}, "capacity_tokens": 30, "seed": 3}
     path = write_run(tmp_path, make_rows(LENGTHS), model=model, **keys)
-    assert call("verify", path, "--ranks", 3) == 0
-    out = capsys.readouterr().out
+    out = told(capsys, "verify", path, "--ranks", 3)
     assert "PASS" in out
     assert "dropout is off in this comparison" in out

@@ -20,7 +20,7 @@ from lengthwise.data.image_files import ImageFile
 from lengthwise.engine.batch import ReadsFiles, StepBatch
 from lengthwise.program import Segment
 from lengthwise.run import verify_batch
-from run.small_runs import call, losses, train, write_run
+from run.small_runs import call, losses, told, train, write_run
 from tiers import more
 
 SIZES = {"0.png": (16, 32), "1.png": (40, 24), "2.png": (64, 64), "3.png": (20, 50)}
@@ -63,10 +63,7 @@ def plain_rows(folder):
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "layout", "stored"),
-    [(1, "zero1", "float32"), more(3, "zero3", "float32"), more(2, "zero3", "bfloat16")],
-)
+@pytest.mark.parametrize(("ranks", "layout", "stored"), [(1, "zero1", "float32"), more(2, "zero3", "bfloat16")])
 def test_a_run_trains_on_images_as_one_plain_process_does(run_file, ranks, layout, stored):
     folder = run_file.parent
     AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=stored).save_pretrained(folder / "model")
@@ -82,8 +79,7 @@ def test_verify_compares_images_and_says_how_many(run_file, capfd, monkeypatch, 
     """Rows are cut between their images, of which one stays, here in a ring."""
     monkeypatch.setattr(verify_batch, "SECONDS", 1e-4)
     monkeypatch.setattr(verify_batch, "_LEAST", 8)
-    assert call("verify", run_file, "--ranks", 2, "--set", "capacity_tokens=80", *["--full"] * full) == 0
-    out = capfd.readouterr().out
+    out = told(capfd, "verify", run_file, "--ranks", 2, "--set", "capacity_tokens=80", *["--full"] * full)
     assert "tolerance 1e-12: PASS" in out
     said = next(line for line in out.splitlines() if line.startswith("exercised: "))
     assert ("5 images, 4 of them in rings" if full else " images, ") in said, said

@@ -89,14 +89,8 @@ def test_rows_with_images_are_refused(tmp_path, how, capfd):
     """On whichever rank, from whatever source: the token is in the half of a row that rank 1 has."""
     text, image = [{"input_ids": [1, 2, 4]} for _ in range(4)], [{"input_ids": [*[4, 5] * 13, IMAGE, *[4, 5] * 7]}]
     keys = {"data": [{"path": "train.jsonl", **READ_ON.get(how, {})}]}
-    path = write_run(
-        tmp_path,
-        text + image,
-        model=write_whole(tmp_path / "model", image_token_index=IMAGE),
-        global_batch={"sequences": 5},
-        steps=1,
-        **keys,
-    )
+    model = write_whole(tmp_path / "model", image_token_index=IMAGE)
+    path = write_run(tmp_path, text + image, model=model, global_batch={"sequences": 5}, steps=1, **keys)
     assert call("verify" if how == "verify" else "train", path, "--ranks", 2) != 0
     said = " ".join(capfd.readouterr().err.split())
     assert f"train.jsonl:5: expected tokens of text; got the token {IMAGE}, which stands for an image" in said
