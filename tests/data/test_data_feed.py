@@ -151,11 +151,10 @@ def file(hub, monkeypatch):
 
 @pytest.mark.parametrize(("how", "block"), [("name", 1), ("url", 16)])
 def test_the_library_streams_what_the_file_has_also_after_a_resume(file, how, block):
-    asked = (
-        {"dataset": "org/name", "split": "train"} if how == "name" else {"path": f"file://{file}", "streaming": True}
-    )
+    by_name, by_url = {"dataset": "org/name", "split": "train"}, {"path": f"file://{file}", "streaming": True}
+    asked, shown = (by_name, "org/name:train") if how == "name" else (by_url, f"file://{file}")
     sources, size = [DataSource.model_validate({**asked, "max_tokens": 9})], GlobalBatch(sequences=3)
-    how_read, shown = {"streaming": block}, "org/name:train" if how == "name" else f"file://{file}"
+    how_read = {"streaming": block}
     wanted = [each[1:] for each in expected([DataSource(path=file)], size, 20, how_read)]
     with local_feeds(sources, how_read) as ([dataset], _):
         found = [*taken(dataset, size, 20)]
