@@ -11,6 +11,7 @@ import pytest
 from lengthwise.config import GlobalBatch, RunConfig, build_config, dump_config, load_config
 from lengthwise.config.optimizer_config import OPTIMIZERS
 from lengthwise.config.problems import _OTHER_KEYS, sections_of
+from lengthwise.config.run_file import apply_overrides
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 
 STREAM = "path: train.jsonl, streaming: true, max_tokens: 9"
@@ -85,11 +86,8 @@ def test_config_defaults_that_depend_on_other_keys(folder):
 def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
     for name, defaults in OPTIMIZERS.items():
         config = load_config(write(folder, MINIMAL + f"optimizer: {{name: {name}}}\n"))
-        given = {key: value for key, value in config.optimizer.model_dump().items() if value is not None}
-        assert (
-            given.items()
-            >= {key: value for key, value in {**defaults, "name": name}.items() if value is not None}.items()
-        )
+        wanted = {**defaults, "name": name}
+        assert {key: value for key, value in config.optimizer.model_dump().items() if key in wanted} == wanted
         assert load_config(write(folder, dump_config(config))) == config
 
 
@@ -175,6 +173,25 @@ def test_config_epochs_are_not_counted_before_their_rows_come(folder, source):
     assert list(problems_of(write(folder, MINIMAL + "epochs: 2\n"), [f"data.0={{{source}}}"])) == ["epochs"]
 
 
+def applied(*overrides):
+    values = {"seed": 1, "data": [{"path": "a"}, {"path": "b"}], "eval": None, "optimizer": {"lr": 1.0}}
+    return values, apply_overrides(values, overrides)
+
+
+def test_override_reaches_keys_entries_and_sections_and_the_last_one_wins():
+    values, problems = applied(
+        "optimizer.lr=3e-4", "data.1.path=c", "seed = 5", "model=x=y", "eval.every_steps=5", "eval.every_steps=7",
+        "a.b.c={d: [1]}",
+    )  # fmt: skip
+    assert problems == []
+    assert values == {
+        "seed": 5, "model": "x=y", "data": [{"path": "a"}, {"path": "c"}], "eval": {"every_steps": 7},
+        "optimizer": {"lr": 3e-4}, "a": {"b": {"c": {"d": [1]}}},
+    }  # fmt: skip
+    values, _ = applied("data=[{python_stdlib: true}]", "optimizer=")
+    assert (values["data"], values["optimizer"]) == ([{"python_stdlib": True}], None)
+
+
 def test_config_names_for_keys_of_other_trainers_are_keys_of_ours():
     sections = sections_of(RunConfig).items()
     known = {".".join((*path, key)) for path, each in sections for key in each.model_fields}
@@ -235,10 +252,7 @@ def test_config_relative_paths_start_from_the_file(folder, monkeypatch):
     assert config.data[0].path == folder / "texts"
     assert config.model == str(folder / "org" / "name")
     assert config.output == folder.parent / "out"
-    for kind, first in (
-        ("json", str(folder / "rows/*.json")),
-        ("org/data", "rows/*.json"),
-    ):  # of a hub in its repository
+    for kind, first in (("json", str(folder / "rows/*.json")), ("org/data", "rows/*.json")):  # the latter of a hub
         given = f"data=[{{dataset: {kind}, data_files: [rows/*.json, 'https://a/b.json'], split: train}}]"
         assert load_config(relative, [given, "model=org/name"]).data[0].data_files == (first, "https://a/b.json")
 

@@ -1,4 +1,4 @@
-"""Folders of text files and the Python standard library: order, what is left out, files that misbehave."""
+"""Files, folders, datasets by name and the Python standard library: order, what is left out, files that misbehave."""
 
 import gzip
 import json.scanner
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from data.stores import load, prepare
+from data.stores import content, load, prepare
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, Problems
 from lengthwise.data import ByteTokenizer, load_dataset
@@ -183,3 +183,34 @@ def test_stdlib_is_the_library_without_its_tests():
     assert 300 < len(dataset.ids) == dataset.num_rows - dataset.skipped["too long"] - dataset.skipped["empty"]
     assert dataset.lengths.max() <= 8192
     assert texts_of(dataset)[found.index("json/scanner.py")] == Path(json.scanner.__file__).read_bytes()
+
+
+def source(**keys):
+    return DataSource.model_validate({"dataset": "org/name", "split": "train", **keys})
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_dataset_has_the_rows_of_its_split(hub, split):
+    found = load(source(split=split))
+    assert content(found)["rows"] == content(load(hub / f"{split}.jsonl"))["rows"]
+    assert found.name(1) == f"org/name:{split}:2"
+
+
+def test_a_dataset_may_be_files_of_a_kind(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text(f"text,id\n{name},1\n")
+    found = load(source(dataset="csv", data_files=[str(tmp_path / "*.csv")]))
+    assert [found.read(row, 0, 9)[0].tolist() for row in found.ids] == [[97], [98]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"split": "nope"}, "org/name:nope: expected a dataset that `datasets` can load; got .*nope"),
+        ({"subset": "other"}, "org/name:other:train: .*other"),
+        ({"dataset": "nobody/nothing"}, "nobody/nothing:train: .*reach the hub once"),
+    ],
+)
+def test_what_the_library_does_not_find_is_told_in_its_words(hub, keys, told):
+    with pytest.raises(DataError, match=told):
+        load(source(**keys))

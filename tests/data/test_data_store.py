@@ -181,20 +181,14 @@ def test_store_that_is_replaced_while_it_is_open_stays_what_it_was(tmp_path):
     assert content(dataset) == expected
 
 
-@pytest.fixture
-def tokenizers(tmp_path):
-    """A tokenizer, one of another vocabulary, and one of another template: folders."""
-    plain, words = "{% for m in messages %}{{ m.content }} <end> {% endfor %}", ["<unk>", "a", "b", "<end>"]
-    others = {"one": (words, plain), "words": ([*words, "c"], plain), "template": (words, "b " + plain)}
-    return [save_words(tmp_path / name, some, template=written) for name, (some, written) in others.items()]
-
-
 @pytest.mark.parametrize("kind", ["text", "chat", "ids"])
-def test_store_of_another_tokenizer_or_template_is_refused_by_name(tmp_path, tokenizers, kind):
+def test_store_of_another_tokenizer_or_template_is_refused_by_name(tmp_path, kind):
+    plain, known = "{% for m in messages %}{{ m.content }} <end> {% endfor %}", ["<unk>", "a", "b", "<end>"]
+    others = {"one": (known, plain), "words": ([*known, "c"], plain), "template": (known, "b " + plain)}
+    one, words, template = (save_words(tmp_path / name, each, template=of) for name, (each, of) in others.items())
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = {"text": {"text": "a b"}, "chat": {"messages": messages}, "ids": {"input_ids": [1, 2]}}
     sources = write_sources(tmp_path, [[rows[kind]]])
-    one, words, template = tokenizers
     prepare(sources, tmp_path / "store", name=one, tokenizer=lambda: load_tokenizer(one))
     copy = str(shutil.copytree(one, tmp_path / "copy"))
     expected = content(load(*sources, tokenizer=lambda: load_tokenizer(one)))

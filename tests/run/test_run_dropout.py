@@ -13,21 +13,17 @@ from run.test_run_resume import LENGTHS, run_of
 pytestmark = pytest.mark.usefixtures("checked_transfers")
 
 
-def write_gpt2(folder, **dropout):
-    config = tiny_family_config("gpt2", {"vocab_size": 64, "n_positions": 256, **dropout})
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
-
-
-DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.1}
 KEYS = {"optimizer": {"lr": 1e-2, "eps": 1e-3}, "global_batch": {"sequences": 4}, "steps": 2}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_gpt2(tmp_path_factory.mktemp("gpt2") / "model", **DROPOUT)
+    folder, dropout = tmp_path_factory.mktemp("gpt2"), {"resid_pdrop": 0.2, "embd_pdrop": 0.1}
+    config = tiny_family_config("gpt2", {"vocab_size": 64, "n_positions": 256, **dropout})
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.exhaustive
