@@ -15,28 +15,27 @@ from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.sampler import epoch_order
 
 
-def dataset_of(lengths):
+def dataset_of(*sources):
+    """Rows of these lengths, of sources (weight, lengths); a row of no token is left out."""
     builder = DatasetBuilder()
-    builder.start_source("data.0", "train.jsonl", None)
-    for length in lengths:
-        builder.add(np.zeros(length, dtype=np.int32), None) if length else builder.skip("empty")
+    for weight, lengths in sources:
+        builder.start_source("data.0", "train.jsonl", None, weight)
+        for length in lengths:
+            builder.add(np.zeros(length, dtype=np.int32), None) if length else builder.skip("empty")
     return builder.finish()
 
 
-def weighted(sources, *, seed=0, epochs=None, steps=None, sequences=3):
-    """Batches of sources, each a weight and a number of rows."""
-    builder = DatasetBuilder()
-    for weight, rows in sources:
-        builder.start_source("data.0", "train.jsonl", None, weight)
-        for row in range(rows):
-            builder.add(np.zeros(row + 1, dtype=np.int32), None) if row % 5 != 4 else builder.skip("empty")
-    batch = GlobalBatch(sequences=sequences)
-    return Batches(builder.finish(), SimpleNamespace(seed=seed, steps=steps, epochs=epochs, global_batch=batch))
-
-
-def batches_of(lengths, *, steps=None, epochs=None, seed=0, **batch):
+def batches_of(lengths, *others, steps=None, epochs=None, seed=0, weight=1.0, **batch):
     config = SimpleNamespace(seed=seed, steps=steps, epochs=epochs, global_batch=GlobalBatch(**batch))
-    return Batches(dataset_of(lengths), config)
+    return Batches(dataset_of((weight, lengths), *others), config)
+
+
+def weighted(sources, **keys):
+    """Batches of three from sources, each a weight and a number of rows."""
+    (weight, first), *others = (
+        (weight, [0 if row % 5 == 4 else row + 1 for row in range(rows)]) for weight, rows in sources
+    )
+    return batches_of(first, *others, weight=weight, sequences=3, **keys)
 
 
 @given(ids=st.sets(st.integers(0, 2**40), max_size=50), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**9))
@@ -135,17 +134,17 @@ def test_batches_may_be_iterated_again_and_stopped_early():
 )
 def test_fits_names_five_sequences_and_says_what_would_hold_them(lengths, named, said):
     limits = {"ranks": 3, "capacity_tokens": 4}
-    check_fits(dataset_of([1, 0, 12]), **limits)
+    check_fits(dataset_of((1, [1, 0, 12])), **limits)
     with pytest.raises(LengthwiseError) as caught:
-        check_fits(dataset_of(lengths), **limits)
+        check_fits(dataset_of((1, lengths)), **limits)
     assert all(part in str(caught.value) for part in said.split("|")), str(caught.value)
     assert str(caught.value).count("train.jsonl:") == named
 
 
 def test_positions_name_the_table_and_the_sequence():
-    check_positions(dataset_of([1, 0, 12]), positions=12)
+    check_positions(dataset_of((1, [1, 0, 12])), positions=12)
     with pytest.raises(DataError) as caught:
-        check_positions(dataset_of([1, 0, 13]), positions=12)
+        check_positions(dataset_of((1, [1, 0, 13])), positions=12)
     for part in ("2 (train.jsonl:3, 13 tokens)", "max_position_embeddings", "max_tokens: 12"):
         assert part in str(caught.value)
 

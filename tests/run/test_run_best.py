@@ -34,17 +34,13 @@ def evaluations(output):
     return {row["step"]: row["loss"] for row in read_lines(output / "eval.jsonl")}
 
 
-def best_of(output):
-    found = evaluations(output)
-    return min(found, key=found.get)
-
-
 def check_best(output):
     """The folder is of the best evaluation, and its model has that loss."""
-    step, found = best_of(output), read_best(output)
+    losses, found = evaluations(output), read_best(output)
+    step = min(losses, key=losses.get)
     assert found is not None
     assert found[0] == output / "model-best"
-    assert (found[1].step, found[1].loss) == (step, evaluations(output)[step])
+    assert (found[1].step, found[1].loss) == (step, losses[step])
     loss = plain_loss(plain_model(output / "model-best", torch.float64), OTHERS, torch.float64)
     assert relative(loss, found[1].loss) < 1e-12
     return step
@@ -65,7 +61,7 @@ def test_the_best_model_is_kept_beside_the_last(tmp_path, capsys, keys):
 def test_it_survives_a_resume(tmp_path):
     path = run_file(tmp_path)
     undisturbed = whole(path)
-    step = best_of(undisturbed)
+    step = check_best(undisturbed)
     for after in (step, step + 1):  # a fault before the best, and after it
         shutil.rmtree(tmp_path / "out", ignore_errors=True)
         broken_off(path, 1, after=after)

@@ -110,4 +110,4 @@ def test_verify_compares_stages_with_one_process(tmp_path, capsys):
     said = " ".join(told(capsys, "verify", path, "--ranks", 4, "--plan", plan).split())
     assert "stages: 2 with 2 ranks a stage, of layers 0 to 1 | 2" in said
     assert "exercised: rings of 2 ranks" in said
-    assert said.endswith("PASS")
+    assert "PASS" in said

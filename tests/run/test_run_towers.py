@@ -81,14 +81,12 @@ def test_adapters_are_on_the_text_part_alone_and_open_on_the_whole(tmp_path):
         assert (adapted(ids).logits - opened(folder)(ids).logits).norm() > 1e-3
 
 
-READ_ON = {"by the second rank": {}, "as a stream": {"streaming": True, "max_tokens": 60}}
-
-
 @pytest.mark.parametrize("how", [more("verify"), "by the second rank", more("as a stream")])
 def test_rows_with_images_are_refused(tmp_path, how, capfd):
     """On whichever rank, from whatever source: the token is in the half of a row that rank 1 has."""
     text, image = [{"input_ids": [1, 2, 4]} for _ in range(4)], [{"input_ids": [*[4, 5] * 13, IMAGE, *[4, 5] * 7]}]
-    keys = {"data": [{"path": "train.jsonl", **READ_ON.get(how, {})}]}
+    streamed = {"streaming": True, "max_tokens": 60} if how == "as a stream" else {}
+    keys = {"data": [{"path": "train.jsonl", **streamed}]}
     model = write_whole(tmp_path / "model", image_token_index=IMAGE)
     path = write_run(tmp_path, text + image, model=model, global_batch={"sequences": 5}, steps=1, **keys)
     assert call("verify" if how == "verify" else "train", path, "--ranks", 2) != 0
