@@ -34,9 +34,6 @@ def opened(folder):
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
 
 
-QWEN = "qwen3_vl", "qwen3_vl_text"
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["stages=2", "shard=zero3"])
 def test_rank_0_alone_holds_towers_and_the_processor_is_saved(tmp_path, layout, capfd, monkeypatch):
@@ -56,7 +53,7 @@ def test_rank_0_alone_holds_towers_and_the_processor_is_saved(tmp_path, layout, 
 
 
 def test_towers_are_read_from_the_files_by_name(tmp_path):
-    source = find_model(str(write_whole(tmp_path, *QWEN)))
+    source = find_model(str(write_whole(tmp_path, "qwen3_vl", "qwen3_vl_text")))
     expected, model = build_model(source, seed=0), build_model(source, seed=0, stored=False)
     rows = own_rows(source, model)
     rows.read_towers(model)
