@@ -181,10 +181,8 @@ def assert_interrupted(command, said="interrupted: nothing was saved"):
 
 def test_train_interrupted_twice_ends_soon_and_leaves_no_process(tmp_path, monkeypatch):
     """While a rank is busy with one long step."""
-    rest = ("train", "--ranks", 2)
-    command = started(
-        tmp_path, monkeypatch, "lengthwise.session.engine.run_part", lambda: time.sleep(60), *rest, busy=2
-    )
+    place = "lengthwise.session.engine.run_part"
+    command = started(tmp_path, monkeypatch, place, lambda: time.sleep(60), "train", "--ranks", 2, busy=2)
     command.send(signal.SIGINT, group=True)
     time.sleep(0.5)
     assert not command.ended(), "the first one waits for the step to end"

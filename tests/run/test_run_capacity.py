@@ -18,7 +18,7 @@ from lengthwise.run.building import open_session
 from lengthwise.run.verify_batch import held_before_measuring
 from lengthwise.session import capacity as room
 from lengthwise.session.source import PlannedStep
-from run.small_runs import call, job_of, plans_of, read_lines, train, write_run
+from run.small_runs import call, job_of, plans_of, read_lines, told, train, write_run
 from tiers import more
 
 CPU = torch.device("cpu")
@@ -133,7 +133,6 @@ def test_train_that_does_not_fit_says_so_in_one_line(tmp_path, monkeypatch, capf
     ):
         with monkeypatch.context() as patch:
             patch.setattr(place, name, out_of_memory)
-            assert call("train", path, "--ranks", 2) == 1
-        err = capfd.readouterr().err
+            err = told(capfd, "train", path, "--ranks", 2, status=1)
         assert [each for each in ("error[memory]", *words) if each not in err] == []
     assert not (tmp_path / "out/metrics.jsonl").exists()
