@@ -75,7 +75,7 @@ def assert_refused(folder, monkeypatch, capfd, words, told, code=2):
         "--lengths - --config long/run.yaml --capacity -": ["70 tokens", "3 ranks", "raise capacity_tokens to 35"],
         "--lengths - --config long/run.yaml --capacity 20": ["raise --capacity to 35"],
         "--lengths - --config bad/run.yaml --ranks 1": ["train.jsonl:1", "train.jsonl:2", "train.jsonl:3"],
-        "--lengths - --config auto/run.yaml --capacity -": ["--capacity: expected a number for a plan made here"],
+        "--lengths - --config auto/run.yaml --capacity -": ["--capacity: expected a number", "capacity_tokens: auto"],
         "--speeds 1,1,1": ["--speeds: expected 2, one per rank; got 3"],
         "--speeds 1,quick": ["--speeds: entry 2"],
         "--speeds 0x1": ["--speeds: entry"],
