@@ -7,7 +7,7 @@ import torch
 from testing.small import make_rows
 
 import lengthwise
-from run.small_runs import call, write_run
+from run.small_runs import call, told, write_run
 from tiers import more
 
 KEYS = {"steps": 6, "capacity_tokens": 64, "checkpoint": {"every_steps": 2, "background": False}}
@@ -38,34 +38,25 @@ def own(trained):
 
 
 def test_checkpoints_are_listed_and_verified(trained, capsys):
-    assert call("checkpoint", "list", trained) == 0
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    rows = [line.split() for line in told(capsys, "checkpoint", "list", trained).splitlines()[2:]]
     assert [row[:2] for row in rows] == [["2", "2"], ["4", "2"], ["6", "2"]]
-    assert call("checkpoint", "verify", trained) == 0
-    assert "3 checkpoints, none damaged; every byte was read" in capsys.readouterr().out
-    assert call("checkpoint", "verify", trained, "--step", 4) == 0
-    assert "1 checkpoint, none damaged" in capsys.readouterr().out
-    assert call("checkpoint", "verify", trained / "checkpoints/step-000004") == 0
-    assert "1 checkpoint, none damaged" in capsys.readouterr().out
+    said = told(capsys, "checkpoint", "verify", trained)
+    assert "3 checkpoints, none damaged; every byte was read" in said
+    for one in ((trained, "--step", 4), (trained / "checkpoints/step-000004",)):
+        assert "1 checkpoint, none damaged" in told(capsys, "checkpoint", "verify", *one)
 
 
 def test_what_is_broken_is_named_and_the_status_says_it(own, capsys):
     flip(own / "checkpoints/step-000004/rank-00001.safetensors")
     (own / "checkpoints/step-000006/manifest.json").write_text("{}")
-    assert call("checkpoint", "verify", own) == 1
-    said = capsys.readouterr().out
-    assert "step-000002: whole" in said
-    assert "step-000004: DAMAGED: " in said
-    assert "rank-00001.safetensors: SHA-256" in said
-    assert "step-000006: DAMAGED: " in said
-    assert "3 checkpoints, 2 damaged" in said
-    assert call("checkpoint", "verify", own, "--step", 2) == 0
-    assert call("checkpoint", "list", own) == 1
-    said = capsys.readouterr().out
-    assert "step-000006/manifest.json" in said
+    said = told(capsys, "checkpoint", "verify", own, status=1)
+    damaged = ("step-000004: DAMAGED: ", "rank-00001.safetensors: SHA-256", "step-000006: DAMAGED: ")
+    for each in ("step-000002: whole", *damaged, "3 checkpoints, 2 damaged"):
+        assert each in said
+    told(capsys, "checkpoint", "verify", own, "--step", 2)
+    assert "step-000006/manifest.json" in told(capsys, "checkpoint", "list", own, status=1)
     (own / "checkpoints/step-000002/rank-00000.safetensors").unlink()
-    assert call("checkpoint", "list", own) == 1
-    assert "No such file" in capsys.readouterr().out
+    assert "No such file" in told(capsys, "checkpoint", "list", own, status=1)
 
 
 @pytest.mark.parametrize("lora", [None, more({"r": 4})])
@@ -84,16 +75,15 @@ def test_an_export_of_a_broken_checkpoint_or_of_other_settings_writes_nothing(ow
     config = own / "config.yaml"
     text = config.read_text()
     config.write_text(text.replace("precision: fp64", "precision: fp32"))
-    assert call("checkpoint", "export", own, tmp_path / "new") == 2
-    assert "precision: 'fp64' (text) then, 'fp32'" in capsys.readouterr().err
+    asked = ("checkpoint", "export", own, tmp_path / "new")
+    assert "precision: 'fp64' (text) then, 'fp32'" in told(capsys, *asked, status=2)
     config.write_text(text)
     flip(own / "checkpoints/step-000006/rank-00000.safetensors")
-    assert call("checkpoint", "export", own, tmp_path / "new") == 2
-    err = capsys.readouterr().err
+    err = told(capsys, *asked, status=2)
     assert "SHA-256" in err
     assert "--step" in err
-    assert call("checkpoint", "export", own / "checkpoints/step-000006", tmp_path / "new") == 2
-    assert "undamaged files with an optimizer's groups; got" in capsys.readouterr().err
+    err = told(capsys, "checkpoint", "export", own / "checkpoints/step-000006", tmp_path / "new", status=2)
+    assert "undamaged files with an optimizer's groups; got" in err
     assert not list(tmp_path.glob("new*"))
     assert call("checkpoint", "export", own / "checkpoints/step-000004", tmp_path / "new") == 0
     assert torch.load(tmp_path / "new", weights_only=True)["steps"] == 4

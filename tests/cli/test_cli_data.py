@@ -1,6 +1,5 @@
 """`lengthwise data`: what it counts, names and refuses."""
 
-import json
 import re
 from itertools import pairwise
 
@@ -9,12 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from testing.small import make_rows
 
-from cli.simulate_calls import simulate
 from data.stores import FILES, load, write_sources
 from lengthwise.cli import data as data_verb
 from lengthwise.data.survey import stretches, survey
 from properties import costly
-from run.small_runs import call, write_rows, write_run
+from run.small_runs import told, write_rows, write_run
 
 ROWS = [
     {"prompt": "What?", "completion": " <b>&"},
@@ -30,13 +28,10 @@ def rows(tmp_path):
     return write_rows(tmp_path / "rows.jsonl", ROWS)
 
 
-def said(capsys, *arguments, status=0):
-    assert call("data", *arguments) == status
-    return capsys.readouterr().out
-
-
 def test_data_says_what_data_is(rows, tmp_path, capsys):
-    text = said(capsys, rows, "--context", 80, "--capacity", 40, "--gpus", 2, "--out", tmp_path / "page.html", status=2)
+    text = told(
+        capsys, "data", rows, "--context", 80, "--capacity", 40, "--gpus", 2, "--out", tmp_path / "page.html", status=2
+    )
     for each in (
         "3 sequences, 110 bytes, median 10, longest 90, 1 left out (bad), 1 left out (empty)",
         "REFUSED a run stops before its first step: 2 problems",
@@ -60,66 +55,41 @@ def test_data_says_what_data_is(rows, tmp_path, capsys):
 def test_data_and_train_judge_rows_alike_and_name_rows_without_a_loss(tmp_path, capsys, monkeypatch):
     silent = {"input_ids": [7, 8], "labels": [-100, -100]}
     path = write_run(tmp_path, [*make_rows([4, 5]), silent, {"text": 3}], steps=1, global_batch={"sequences": 2})
-    assert "REFUSED" in said(capsys, path, status=2)
-    assert call("train", path) == 2
-    assert "train.jsonl:4" in capsys.readouterr().err
+    assert "REFUSED" in told(capsys, "data", path, status=2)
+    assert "train.jsonl:4" in told(capsys, "train", path, status=2)
     data = [{"path": "train.jsonl", "bad_rows": "skip"}]
     path = write_run(tmp_path, steps=1, global_batch={"sequences": 3}, data=data)
     with monkeypatch.context() as patch:
         patch.setattr(data_verb, "_refused", None)  # nothing could be refused, so nothing is read again
-        text = said(capsys, path)
+        text = told(capsys, "data", path)
     assert "bad     error[data] train.jsonl:4: " in text.replace(f"{tmp_path}/", "")
     assert "1 row without any: train.jsonl:3" in text
-    assert call("train", path) == 0
-    assert "note    1 row without any token with a loss: train.jsonl:3" in capsys.readouterr().out
+    assert "note    1 row without any token with a loss: train.jsonl:3" in told(capsys, "train", path)
 
 
 def test_data_of_prepared_data_is_that_of_its_source(tmp_path, capsys):
     path = write_rows(tmp_path / "rows.jsonl", ROWS[:3])
-    assert call("prepare", path, "--out", tmp_path / "store", "--tokenizer", "bytes") == 0
-    capsys.readouterr()
-    assert said(capsys, path) == said(capsys, tmp_path / "store")
+    told(capsys, "prepare", path, "--out", tmp_path / "store", "--tokenizer", "bytes")
+    assert told(capsys, "data", path) == told(capsys, "data", tmp_path / "store")
 
 
 def test_data_of_a_run_file_and_of_ids_shows_ids(tmp_path, capsys):
     path = write_run(tmp_path, [*make_rows([4, 2]), {"input_ids": [7, 8, 9], "labels": [-100, -100, 9]}])
-    text = said(capsys, path)
+    text = told(capsys, "data", path)
     assert "3 sequences, 9 tokens," in text
     assert "row 3 (train.jsonl:3): 3 tokens, 1 with a loss\n  no loss      2  7 8\n  loss         1  9" in text
-    assert "row 2 (train.jsonl:2): 2 tokens, 1 with a loss" in said(capsys, path, "--row", 2)
+    assert "row 2 (train.jsonl:2): 2 tokens, 1 with a loss" in told(capsys, "data", path, "--row", 2)
 
 
 def test_data_and_simulate_answer_alike(tmp_path, capsys):
     """Of a run file for its own first steps."""
     path = write_run(tmp_path, make_rows([4000] * 5 + [10000]), global_batch={"sequences": 3}, lora={"r": 4})
     asked = ("--gpus", 2, "--model", "qwen3-8b")
-    (answer,) = re.findall("simulated: (.*)", said(capsys, path, *asked))
-    status, text, _ = simulate(capsys, path, *asked)
-    assert status == 0
+    (answer,) = re.findall("simulated: (.*)", told(capsys, "data", path, *asked))
+    text = told(capsys, "simulate", path, *asked)
     assert text.splitlines()[0] == answer
     assert "13.7K tokens a step" in answer
     assert "LoRA of rank 4" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ([], ["expected a run file or files of data"]),
-        (["no.jsonl", "--context", "many"], ["no.jsonl: nothing there", "--context"]),
-        (["rows.jsonl", "--model", "llama-7b"], ["expected --gpus beside it; got --model alone"]),
-        (["rows.jsonl", "--gpus", "2"], ["got --gpus alone"]),
-        (["rows.jsonl", "--gpus", "0", "--model", "lama"], ["--gpus", "llama"]),
-        (["rows.jsonl", "--row", "6"], ["a row from 1 to 5; got 6"]),
-        (["rows.jsonl", "--row", "0", "--out", "/dev/null"], ["--row", "a file to write"]),
-        (["run.yaml", "--tokenizer", "bytes"], ["--tokenizer: expected none beside a run file"]),
-    ],
-)
-def test_data_tells_all_that_is_wrong(rows, tmp_path, monkeypatch, capsys, arguments, told):
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path, [json.loads('{"input_ids": [1, 2]}')])
-    assert call("data", *arguments) == 2
-    error = capsys.readouterr().err
-    assert [each for each in told if each not in error] == []
 
 
 @given(files=FILES, most=st.integers(0, 400))

@@ -8,7 +8,7 @@ from lengthwise.comm import devices
 from lengthwise.core.environment import prepare_environment
 from lengthwise.run import prepared_run as start
 from lengthwise.run.launch import on_ranks
-from run.small_runs import call, write_run
+from run.small_runs import told, write_run
 
 
 def _driver_too_old(monkeypatch, tmp_path):
@@ -33,10 +33,14 @@ def _driver_too_old(monkeypatch, tmp_path):
 )
 def test_driver_that_torch_cannot_use_is_told_of_in_its_words(tmp_path, monkeypatch, capfd, device, expected, remedy):
     _driver_too_old(monkeypatch, tmp_path)
-    assert call("train", write_run(tmp_path, make_rows([5]), device=device)) == 2
-    err = capfd.readouterr().err
+    err = told(capfd, "train", write_run(tmp_path, make_rows([5]), device=device), status=2)
     assert f"error[config] device: expected {expected}; got none (The NVIDIA driver is too old (11040))" in err
     assert remedy in err
+
+
+def begun(folder, device="auto", ranks=None):
+    path = write_run(folder, make_rows([5, 7]), device=device)
+    return start.read_start(path, (), ranks=ranks, timeout_seconds=10)
 
 
 @pytest.mark.parametrize(("device", "hidden"), [("cpu", False), ("auto", True)])
@@ -44,9 +48,7 @@ def test_gpu_that_the_user_has_hidden_or_does_not_ask_for_is_not_missed(tmp_path
     _driver_too_old(monkeypatch, tmp_path)
     if hidden:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    path = write_run(tmp_path, make_rows([5]), device=device)
-    begun = start.read_start(path, (), ranks=None, timeout_seconds=10)
-    assert (begun.ranks, begun.gpus) == (1, 0)
+    assert (begun(tmp_path, device).ranks, begun(tmp_path, device).gpus) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -55,9 +57,8 @@ def test_gpu_that_the_user_has_hidden_or_does_not_ask_for_is_not_missed(tmp_path
 )
 def test_ranks_default_to_one_a_gpu_and_may_outnumber_them(tmp_path, monkeypatch, device, ranks, gpus, expected):
     monkeypatch.setattr(start, "count_gpus", lambda: gpus)
-    path = write_run(tmp_path, make_rows([5, 7]), device=device)
-    begun = start.read_start(path, (), ranks=ranks, timeout_seconds=10)
-    assert (begun.ranks, begun.gpus) == expected
+    found = begun(tmp_path, device, ranks)
+    assert (found.ranks, found.gpus) == expected
 
 
 def test_torchrun_ranks_know_their_gpus(tmp_path, monkeypatch):
@@ -65,11 +66,9 @@ def test_torchrun_ranks_know_their_gpus(tmp_path, monkeypatch):
     torchrun = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
     for name, value in torchrun.items():
         monkeypatch.setenv(name, value)
-    begun = start.read_start(write_run(tmp_path, make_rows([5, 7])), (), ranks=None, timeout_seconds=10)
-    assert begun.ranks == 4
-    assert str(on_ranks(lambda world, _: world.device, 4, gpus=begun.gpus)) == "cuda:1", (
-        "the fourth of four ranks, of two GPUs"
-    )
+    found = begun(tmp_path)
+    assert found.ranks == 4
+    assert str(on_ranks(lambda world, _: world.device, 4, gpus=found.gpus)) == "cuda:1", "the fourth rank, of two GPUs"
 
 
 def test_environment_gets_expandable_segments_unless_the_user_has_set_it():

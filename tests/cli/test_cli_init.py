@@ -7,7 +7,7 @@ import pytest
 from testing.small import make_rows, write_model
 
 from lengthwise.config import load_config
-from run.small_runs import call, losses
+from run.small_runs import call, losses, told, write_rows
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +17,7 @@ def _offline(monkeypatch, tmp_path):
 
 
 def rows(path, number=40):
-    path.write_text("".join(json.dumps({"text": "x" * (n + 1)}) + "\n" for n in range(number)))
-    return path
+    return write_rows(path, [{"text": "x" * (n + 1)} for n in range(number)])
 
 
 def test_the_whole_model_where_it_fits_else_adapters_else_in_4_bits(tmp_path, capsys):
@@ -29,15 +28,12 @@ def test_the_whole_model_where_it_fits_else_adapters_else_in_4_bits(tmp_path, ca
         ("meta-llama/Llama-3.1-8B-Instruct", 1, True, 2e-4, None),
     ]
     for model, gpus, adapters, rate, quantization in asked:
-        assert call("init", "--model", model, "--gpus", gpus, "--data", data, "--out", "run.yaml", "--force") == 0
+        said = told(capsys, "init", "--model", model, "--gpus", gpus, "--data", data, "--out", "run.yaml", "--force")
+        assert f"on {gpus} x h100" in said
         config = load_config(tmp_path / "run.yaml", [])
-        assert config.model == model
-        assert (config.lora is not None) == adapters
-        assert config.quantization == quantization
+        assert (config.model, config.data[0].path, config.precision) == (model, data, "auto")
+        assert (config.lora is not None, config.quantization) == (adapters, quantization)
         assert config.optimizer.lr == rate
-        assert config.precision == "auto"
-        assert config.data[0].path == data
-        assert f"on {gpus} x h100" in capsys.readouterr().out
     assert max(map(len, (tmp_path / "run.yaml").read_text().splitlines())) <= 120
 
 
@@ -51,48 +47,30 @@ def test_what_it_says_in_comments_loads_too(tmp_path):
 
 def test_the_file_trains(tmp_path):
     model = write_model(tmp_path / "model", hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in make_rows([30, 12, 5, 60])))
+    data = write_rows(tmp_path / "rows.jsonl", make_rows([30, 12, 5, 60]))
     assert call("init", "--model", model, "--gpus", 2, "--hardware", "cpu", "--data", data, "--out", "my.yaml") == 0
     assert call("train", tmp_path / "my.yaml", "--set", "steps=1", "epochs=null") == 0
     assert len(losses(tmp_path / "runs" / "my")) == 1
 
 
 def test_too_little_memory_names_how_many_gpus_are_enough_and_where_none_is_the_model_is_sharded(tmp_path, capsys):
-    data = tmp_path / "rows.jsonl"
-    data.write_text(json.dumps({"input_ids": [1] * 400_000}) + "\n")
-    command = ["init", "--data", data, "--model", "qwen3-14b", "--gpus"]
-    assert call(*command, 1) == 2
-    enough = re.search(r"(\d+) of them are enough", " ".join(capsys.readouterr().err.split()))
+    asked = ("init", "--data", write_rows(tmp_path / "rows.jsonl", [{"input_ids": [1] * 400_000}]), "--force")
+    small, large = ((*asked, "--model", model, "--gpus") for model in ("qwen3-14b", "llama-3.1-70b"))
+    enough = re.search(r"(\d+) of them are enough", " ".join(told(capsys, *small, 1, status=2).split()))
     assert not (tmp_path / "run.yaml").exists()
-    assert call(*command, enough[1]) == 0
-    command[command.index("qwen3-14b")] = "llama-3.1-70b"
-    assert call(*command, 64, "--force") == 0
+    told(capsys, *small, enough[1])
+    told(capsys, *large, 64)
     text = (tmp_path / "run.yaml").read_text()
     assert "# shard: auto  # by estimate zero3" in text
     assert "lora" not in text
-    assert call(*command, 1, "--force") == 2
-    assert "under shard: zero3" in " ".join(capsys.readouterr().err.split())
+    assert "under shard: zero3" in " ".join(told(capsys, *large, 1, status=2).split())
 
 
-def test_all_that_is_wrong_is_told_and_nothing_is_replaced(tmp_path, capsys):
-    kept = rows(tmp_path / "run.yaml")
-    before = kept.read_text()
-    assert call("init", "--model", "qwen9", "--data", "nowhere", "--gpus", 0, "--hardware", "h200x") == 2
-    said = capsys.readouterr().err
-    assert all(each in said for each in ("--model", "--data", "--gpus", "--hardware", "--force"))
-    assert kept.read_text() == before
-    data = tmp_path / "rows.jsonl"
-    data.write_text('{"text": "a"}\n{"txt": "b"}\n{"txt": "c"}\n')
-    asked = ("init", "--model", "qwen3-8b", "--gpus", 8, "--out", "new.yaml", "--data", data)
-    assert call(*asked) == 2
-    said = capsys.readouterr().err
-    assert said.startswith(f"error[data] {data}:2: expected a column of")
-    assert 'got "txt"' in said
-    assert not (tmp_path / "new.yaml").exists()
-    data.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
-    assert call(*asked) == 0
-    assert "Not counted: " in (tmp_path / "new.yaml").read_text()
+def test_what_chats_need_beside_tokens_is_not_counted_and_said(tmp_path, capsys):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    data = write_rows(tmp_path / "rows.jsonl", [{"messages": turns}])
+    told(capsys, "init", "--model", "qwen3-8b", "--gpus", 8, "--data", data)
+    assert "Not counted: " in (tmp_path / "run.yaml").read_text()
 
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
@@ -108,10 +86,9 @@ UNTRAINED = {
 
 @pytest.mark.parametrize("case", UNTRAINED)
 def test_a_family_that_is_not_trained_is_named_by_each_verb(tmp_path, capsys, case):
-    values, told = UNTRAINED[case]
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(values))
+    values, expected = UNTRAINED[case]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(values))
     data = rows(tmp_path / "rows.jsonl")
     run = {"model": "./model", "data": [{"path": "rows.jsonl"}], "tokenizer": "bytes", "output": "out"}
     (tmp_path / "my.yaml").write_text(json.dumps(run))
@@ -121,14 +98,13 @@ def test_a_family_that_is_not_trained_is_named_by_each_verb(tmp_path, capsys, ca
         ("plan", "--config", "my.yaml", "--ranks", 2, "--capacity", "8K", "--out", "plan.json"),
         ("simulate", "--model", "./model", *asked),
     ):
-        prices_text_part = command[0] == "simulate" and case == "images"
-        assert call(*command) == (0 if prices_text_part else 2)
-        found = capsys.readouterr()
-        if prices_text_part:
-            assert "Only the text part is priced: ./model is paligemma" in " ".join(found.out.split())
-        else:
-            assert found.err.startswith("error[model]")
-            assert found.err.count("\n") == 1, "one line"
-            assert told in found.err
-            assert "plain TRL" in found.err
+        if command[0] == "simulate" and case == "images":
+            said = " ".join(told(capsys, *command).split())
+            assert "Only the text part is priced: ./model is paligemma" in said
+            continue
+        said = told(capsys, *command, status=2)
+        assert said.startswith("error[model]")
+        assert said.count("\n") == 1, "one line"
+        assert expected in said
+        assert "plain TRL" in said
     assert not (tmp_path / "run.yaml").exists()

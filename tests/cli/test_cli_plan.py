@@ -8,10 +8,10 @@ import sys
 import pytest
 from testing.small import make_rows, write_model
 
-from cli.plan_calls import read_plan, refused
+from cli.calls import read_plan
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
-from run.small_runs import call, train, write_run
+from run.small_runs import call, told, train, write_run
 
 WITHOUT = """
 import sys
@@ -56,38 +56,45 @@ def test_plan_of_a_run_file_is_the_plan_of_the_first_step_of_training(tmp_path):
     assert (made.ranks, made.layers) == (2, 2)
 
 
-def test_plan_of_lengths_and_of_a_recipe(tmp_path, capsys):
-    (tmp_path / "list.json").write_text("[20000, 512, 700, 60000, 900, 1]")
-    (tmp_path / "recipe.json").write_text(json.dumps({"recipe": "byted", "tokens": 300_000, "seed": 1}))
-    for name in ("list", "recipe"):
-        out = tmp_path / f"{name}-plan.json"
-        lengths = tmp_path / f"{name}.json"
-        assert call("plan", "--lengths", lengths, "--ranks", 8, "--capacity", "65536", "--out", out) == 0
-        said = capsys.readouterr().out
+SHORT = [5, 70, 9]
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """Return what plans lengths with options of the command, and reads the plan back."""
+
+    def plan(lengths, options):
+        (tmp_path / "lengths.json").write_text(json.dumps(lengths))
+        asked = ("plan", "--lengths", tmp_path / "lengths.json", "--out", tmp_path / "plan.json", *options.split())
+        said = told(capsys, *asked)
         assert "(model, not measured)" in said
         assert "\x1b" not in said
-        plan = read_plan(out)
-        assert (plan.ranks, plan.capacity, plan.layers) == (8, 65536, 32)
-        if name == "list":
-            assert plan.tokens == (20000, 512, 700, 60000, 900, 1)
-        else:
-            assert sum(plan.tokens) >= 150_000
-    first = (tmp_path / "recipe-plan.json").read_bytes()
-    assert call("plan", "--lengths", lengths, "--ranks", 8, "--capacity", "65536", "--out", out) == 0
-    assert out.read_bytes() == first
+        return read_plan(tmp_path / "plan.json")
+
+    return plan
 
 
-def test_plan_file_may_be_read_by_others(tmp_path, lengths):
+def test_plan_of_lengths_and_of_a_recipe(planned, tmp_path):
+    listed = [20000, 512, 700, 60000, 900, 1]
+    plan = planned(listed, "--ranks 8 --capacity 65536")
+    assert (plan.ranks, plan.capacity, plan.layers, plan.tokens) == (8, 65536, 32, tuple(listed))
+    written = set()
+    for _ in range(2):
+        plan = planned({"recipe": "byted", "tokens": 300_000, "seed": 1}, "--ranks 8 --capacity 65536")
+        written.add((tmp_path / "plan.json").read_bytes())
+    assert sum(plan.tokens) >= 150_000
+    assert len(written) == 1
+
+
+def test_plan_file_may_be_read_by_others(planned, tmp_path):
     """A plan is handed to a colleague or to another job: it has the mode that the umask gives, as any file."""
-    out = tmp_path / "plan.json"
-    out.write_text("x" * 100_000)  # an older one, which is replaced whole
+    (tmp_path / "plan.json").write_text("x" * 100_000)  # an older one, which is replaced whole
     before = os.umask(0o022)
     try:
-        assert call("plan", "--lengths", lengths, "--ranks", 2, "--capacity", 64, "--out", out) == 0
+        assert planned(SHORT, "--ranks 2 --capacity 64").tokens == (5, 70, 9)
     finally:
         os.umask(before)
-    assert out.stat().st_mode & 0o777 == 0o644
-    assert read_plan(out).tokens == (5, 70, 9)
+    assert (tmp_path / "plan.json").stat().st_mode & 0o777 == 0o644
 
 
 def test_plan_takes_a_models_folder_for_its_shape_and_makes_the_folders_of_its_output(tmp_path, lengths, capsys):
@@ -118,8 +125,8 @@ def test_plan_of_a_run_file_with_given_costs(tmp_path, capsys):
     cost.write_text('{"linear_seconds": 1}')
     for number, (model, layers) in enumerate((("tiny", 2), ("somebody/a-model", 1))):
         run = write_run(tmp_path / str(number), make_rows([30, 12]), model=model)
-        assert call("plan", "--cost", cost, "--config", run, "--ranks", 2, "--out", out) == 0
-        assert "given/1 linear_seconds=1.0" in capsys.readouterr().out
+        asked = ("plan", "--cost", cost, "--config", run, "--ranks", 2, "--out", out)
+        assert "given/1 linear_seconds=1.0" in told(capsys, *asked)
         assert read_plan(out).layers == layers
 
 
@@ -131,48 +138,28 @@ def test_plan_of_a_run_file_takes_the_fastest_layout_that_fits(tmp_path, capsys)
         run = write_run(
             tmp_path, rows, model="tiny", precision="auto", capacity_tokens=4096, global_batch={"sequences": 72}
         )
-        assert call("plan", "--config", run, *rest) == 0
-        assert f"shard {shard}: a step takes" in " ".join(capsys.readouterr().out.split())
+        assert f"shard {shard}: a step takes" in " ".join(told(capsys, "plan", "--config", run, *rest).split())
         assert ("waves" in read_plan(tmp_path / "plan.json").requires) == (shard == "zero3")
 
 
-def test_plan_writes_waves_and_pipelines_and_reads_capacities_in_thousands(tmp_path, lengths):
-    out = tmp_path / "plan.json"
-    rest = ("--lengths", lengths, "--ranks", 2, "--capacity", "1.5K", "--out", out)
-    assert call("plan", *rest, "--mode", "waves") == 0
-    assert (read_plan(out).schedule, read_plan(out).capacity) == ({"kind": "waves"}, 1536)
-    assert call("plan", *rest, "--mode", "pipeline", "--stages", 4, "--virtual", 2) == 0
-    plan = read_plan(out)
-    assert plan.schedule == {"kind": "pipeline", "stages": 4, "virtual": 2}
-    assert plan.requires == ("pipeline",)
-    assert plan.notes["cost"] == "all-terms/1 llama-7b h100 pp4"
+def test_plan_writes_waves_and_pipelines_and_reads_capacities_in_thousands(planned):
+    waves = planned(SHORT, "--ranks 2 --capacity 1.5K --mode waves")
+    assert (waves.schedule, waves.capacity) == ({"kind": "waves"}, 1536)
+    stages = planned(SHORT, "--ranks 2 --capacity 1.5K --mode pipeline --stages 4 --virtual 2")
+    assert stages.schedule == {"kind": "pipeline", "stages": 4, "virtual": 2}
+    assert stages.requires == ("pipeline",)
+    assert stages.notes["cost"] == "all-terms/1 llama-7b h100 pp4"
 
 
-def test_plan_on_ranks_of_unequal_speed(tmp_path, capfd):
-    (tmp_path / "lengths.json").write_text("[60000, 9000, 700, 5000, 12000, 800, 400, 9000]")
-    rest = ("--lengths", tmp_path / "lengths.json", "--capacity", 65536, "--out", tmp_path / "plan.json")
-    assert call("plan", *rest, "--ranks", 4, "--speeds", "2x1.0,2x0.5") == 0
-    plan = read_plan(tmp_path / "plan.json")
-    assert plan.notes["speeds"] == [[2, 1.0], [2, 0.5]]
-    assert "step time" in capfd.readouterr().out
-    unequal = plan.notes["predicted_seconds"]
-    assert call("plan", *rest, "--ranks", 4) == 0
-    assert read_plan(tmp_path / "plan.json").notes["predicted_seconds"] < unequal
+def test_plan_on_ranks_of_unequal_speed(planned):
+    asked = ([60000, 9000, 700, 5000, 12000, 800, 400, 9000], "--ranks 4 --capacity 65536")
+    equal, unequal = planned(*asked), planned(asked[0], f"{asked[1]} --speeds 2x1.0,2x0.5")
+    assert unequal.notes["speeds"] == [[2, 1.0], [2, 0.5]]
+    assert equal.notes["predicted_seconds"] < unequal.notes["predicted_seconds"]
 
 
-def test_plan_offloads_and_splits_heads_where_asked(tmp_path, capfd):
-    lengths, out = tmp_path / "lengths.json", tmp_path / "plan.json"
-    lengths.write_text("[106496, 3000]")
-    rest = ("--lengths", lengths, "--ranks", 9, "--capacity", 8192, "--out", out)
-    assert "needs 13 ranks" in refused(capfd, *rest)
-    assert call("plan", *rest, "--offload", "auto", "--heads", "auto") == 0
-    assert read_plan(out).microbatches[0].offload > 0
-
-
-def test_plan_chooses_recomputation_by_what_memory_leaves(tmp_path, lengths):
-    out = tmp_path / "plan.json"
-    rest = ("--lengths", lengths, "--ranks", 64, "--out", out)
-    assert call("plan", *rest, "--recompute", "auto") == 0
-    assert read_plan(out).capacity > 1000
-    assert call("plan", *rest, "--recompute", "layer", "--capacity", 64) == 0
-    assert read_plan(out).microbatches[0].recompute == "layer"
+def test_plan_offloads_splits_heads_and_recomputes_where_asked(planned):
+    long = planned([106496, 3000], "--ranks 9 --capacity 8192 --offload auto --heads auto")
+    assert long.microbatches[0].offload > 0
+    assert planned(SHORT, "--ranks 64 --recompute auto").capacity > 1000
+    assert planned(SHORT, "--ranks 64 --recompute layer --capacity 64").microbatches[0].recompute == "layer"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from run.small_runs import children
 from tiers import more
 
 ENDLESS = """
@@ -25,11 +26,6 @@ main(sys.argv[1:])
 """
 SMALL = ("simulate", "--model", "llama-7b", "--ranks", "4", "--batch-tokens", "4K", "--batches", "1", "--lengths",
          "prolong", "--context", "4K", "--planners", "packed-dp,lengthwise")  # fmt: skip
-linux_only = pytest.mark.skipif(sys.platform != "linux", reason="searches in processes on Linux alone")
-
-
-def children_of(parent: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
 
 
 def waited(is_so: Callable[[], bool], seconds: float = 90) -> bool:
@@ -46,13 +42,12 @@ def is_running(process: int) -> bool:
         return False
 
 
-@linux_only
+@pytest.mark.skipif(sys.platform != "linux", reason="searches in processes on Linux alone")
 @pytest.mark.parametrize(
     ("to_child", "sent", "status", "told"),
     [
         more(True, signal.SIGKILL, 1, "fewer devices or --planners, or --mesh same"),
         (False, signal.SIGINT, 130, "interrupted"),
-        more(False, signal.SIGTERM, -signal.SIGTERM, ""),
         more(False, signal.SIGKILL, -signal.SIGKILL, ""),
     ],
 )
@@ -60,12 +55,12 @@ def test_simulate_ends_with_all_its_processes(tmp_path, to_child, sent, status, 
     run = [sys.executable, "-c", ENDLESS, *SMALL, "--out", str(tmp_path / "out")]
     command = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
-        assert waited(lambda: len(children_of(command.pid)) == 2)
+        assert waited(lambda: len(children(command.pid)) == 2)
         time.sleep(0.5)
-        children = children_of(command.pid)
-        os.kill(children[0] if to_child else command.pid, sent)
+        searching = children(command.pid)
+        os.kill(searching[0] if to_child else command.pid, sent)
         said = command.communicate(timeout=30)[1]
-        assert waited(lambda: not any(map(is_running, children)))
+        assert waited(lambda: not any(map(is_running, searching)))
     finally:
         command.kill()
         command.communicate()

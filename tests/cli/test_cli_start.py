@@ -14,15 +14,8 @@ from testing.small import VOCAB, make_rows
 from transformers import GPT2Config
 
 from lengthwise.cli.train import describe_job
-from run.small_runs import Command, call, count_lines, job_of, losses, train, write_run
+from run.small_runs import Command, call, count_lines, job_of, losses, told, train, write_run
 from tiers import more
-
-
-def refused(capfd, *arguments, code=2):
-    assert call(*arguments) == code
-    err = capfd.readouterr().err
-    assert "Traceback" not in err
-    return err
 
 
 def test_a_typing_error_in_the_run_file_is_told_without_torch(tmp_path):
@@ -39,69 +32,36 @@ def test_a_typing_error_in_the_run_file_is_told_without_torch(tmp_path):
 
 
 def test_train_tells_all_problems_of_model_and_data_in_one_message(tmp_path, capfd):
-    rows = [
-        {"input_ids": [1, 2]},
-        {"input_ids": [64]},
-        {"input_ids": [1.5]},
-        {"input_ids": []},
-        {"input_ids": [1] * 90},
-    ]
+    rows = [{"input_ids": ids} for ids in ([1, 2], [64], [1.5], [], [1] * 90)]
     path = write_run(tmp_path, rows, eval={"data": [{"path": "eval.jsonl"}]})
     (tmp_path / "eval.jsonl").write_text('{"input_ids": [1, 2]\n')
-    err = refused(capfd, "train", path, "--ranks", 2)
+    err = told(capfd, "train", path, "--ranks", 2, status=2)
     for said in ("train.jsonl:2", "train.jsonl:3", "train.jsonl:4", "eval.jsonl:1"):
         assert said in err, said
     config = tmp_path / "model/config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "attention_dropout": 0.1}))
     path = write_run(tmp_path, rows[:1] + rows[4:])
-    err = refused(capfd, "train", path, "--ranks", 2)
+    err = told(capfd, "train", path, "--ranks", 2, status=2)
     assert "attention_dropout" in err
     assert "sequence 1 (train.jsonl:2, 90 tokens)" in err
     assert "at least 3 ranks, or set capacity_tokens: 45" in err
     config.write_text("{}")
     write_run(tmp_path, rows)
-    err = refused(capfd, "train", path, "--ranks", 2)
+    err = told(capfd, "train", path, "--ranks", 2, status=2)
     assert f"error[config] {config}: expected a config" in err
     assert "train.jsonl:3" in err
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["train", "run.yaml", "--ranks", "0", "--timeout-seconds", "-1"], ["got 0", "--timeout-seconds"]),
-        (["train", "run.yaml", "--ranks", "0", "--set", "optimizer.lrr=1"], ["--ranks", "optimizer.lrr"]),
-        (["train", "run.yaml", "--timeout-seconds", "1e12"], ["--timeout-seconds"]),
-        (["train", "run.yaml", "--max-restarts=1001"], ["--max-restarts"]),
-        (["train", "run.yaml", "--resume", "--overwrite"], ["expected --overwrite or --resume; got both"]),
-        (["train", "run.yaml", "--rank", "2"], ["--ranks N"]),
-        (["verify", "nowhere.yaml"], ["nowhere.yaml"]),
-        (["plan", "--ranks", 1, "--out", "p.json", "--config", "nowhere.yaml"], ["nowhere.yaml"]),
-        (["verify", "run.yaml", "--ranks", "0"], ["--ranks"]),
-        (["verify", "run.yaml", "--set", "steps"], ["--set steps"]),
-        (["trian"], ["Did you mean `train`?"]),
-    ],
-)
-def test_bad_arguments_are_refused_by_name_before_any_process_starts(tmp_path, capfd, monkeypatch, arguments, said):
-    monkeypatch.setattr("lengthwise.run.api.on_ranks", None)
-    monkeypatch.chdir(tmp_path)
-    write_run(tmp_path, make_rows([3]), model="tiny")
-    err = refused(capfd, *arguments)
-    assert [each for each in said if each not in err] == []
-    if arguments[0] == "train":
-        assert "lengthwise plan" not in err, "of this verb alone"
-        assert len(err.splitlines()) <= 10
-
-
 def test_train_refuses_sequences_beyond_a_table_of_positions(tmp_path, capfd):
-    # Once an IndexError in the middle of a step.
+    """Once an IndexError in the middle of a step."""
     sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 1}
     dropouts = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     GPT2Config(**sizes, **dropouts, max_position_embeddings=16).save_pretrained(tmp_path / "table")
     path = write_run(tmp_path, make_rows([16, 17]), model=tmp_path / "table", capacity_tokens=20, steps=1)
-    told = refused(capfd, "train", path)
+    said = told(capfd, "train", path, status=2)
     for part in ("max_position_embeddings", "sequence 1 (", "17 tokens", "max_tokens: 16"):
-        assert part in told
+        assert part in said
 
 
 def test_train_refuses_an_output_that_holds_a_run_and_replaces_it_when_asked(tmp_path, capfd):
@@ -111,7 +71,7 @@ def test_train_refuses_an_output_that_holds_a_run_and_replaces_it_when_asked(tmp
     (output / "notes.txt").write_text("mine")
     (output / "more").mkdir()
     (output / "more/metrics.jsonl").write_text("mine too")
-    assert "--overwrite" in refused(capfd, "train", path)
+    assert "--overwrite" in told(capfd, "train", path, status=2)
     assert (output / "metrics.jsonl").read_bytes() == before
     assert call("train", path, "--overwrite", "--set", "steps=1") == 0
     assert count_lines(output / "metrics.jsonl") == count_lines(output / "ledger.jsonl") == 1
@@ -125,7 +85,7 @@ def test_train_writes_beside_other_files_and_overwrite_does_not_delete_the_model
     path = write_run(tmp_path, make_rows([5, 6, 7]), output=".")
     before = (tmp_path / "model/model.safetensors").read_bytes()
     assert call("train", path, "--set", "optimizer.lr=1.0") == 2, "there is a model in the output folder"
-    assert "model" in refused(capfd, "train", path, "--overwrite")
+    assert "model" in told(capfd, "train", path, "--overwrite", status=2)
     assert (tmp_path / "model/model.safetensors").read_bytes() == before
     (tmp_path / "model").rename(tmp_path / "weights")
     assert call("train", path, "--set", "model=weights") == 0
@@ -143,9 +103,9 @@ def test_train_refuses_ranks_that_conflict_with_torchrun(tmp_path, capfd, monkey
     for key, value in keys.items():
         monkeypatch.setenv(key, str(value))
     path = write_run(tmp_path, make_rows([5]))
-    assert "torchrun's 4; got 2" in refused(capfd, "train", path, "--ranks", 2)
+    assert "torchrun's 4; got 2" in told(capfd, "train", path, "--ranks", 2, status=2)
     monkeypatch.delenv("MASTER_PORT")
-    assert "MASTER_PORT" in refused(capfd, "train", path)
+    assert "MASTER_PORT" in told(capfd, "train", path, status=2)
 
 
 def test_train_whose_reader_went_away_goes_on(tmp_path):
@@ -164,10 +124,10 @@ def test_train_whose_reader_went_away_goes_on(tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "log"), [(2, "on a full disk"), (2, "closed")])
-def test_train_whose_log_cannot_be_written_goes_on(tmp_path, ranks, log):
+@pytest.mark.parametrize("log", ["on a full disk", "closed"])
+def test_train_whose_log_cannot_be_written_goes_on(tmp_path, log):
     """In a real process, with the interpreter's own last words."""
-    run = [sys.executable, "-m", "lengthwise", "train", write_run(tmp_path, make_rows([5, 6])), "--ranks", str(ranks)]
+    run = [sys.executable, "-m", "lengthwise", "train", write_run(tmp_path, make_rows([5, 6])), "--ranks", "2"]
     closed = {"preexec_fn": lambda: os.close(1)} if log == "closed" else {}
     with open("/dev/full", "w") as full:
         done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, env=clean_environment(), **closed)
@@ -199,42 +159,49 @@ def test_command_in_the_c_locale_does_not_crash(tmp_path, planner, status):
     assert b"Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("verb", [more("verify"), "train"])
-def test_start_interrupted_ends_soon_and_leaves_no_process(tmp_path, monkeypatch, verb):
-    """Ctrl-C in `verify` ends it; in `train`, while a rank is busy with one long step, the second does."""
+def started(tmp_path, monkeypatch, place, endless, *arguments, busy=1):
+    """Return a command whose `busy` processes are in a call that does not end."""
 
-    def endless(*_, **__):
-        (tmp_path / "here").touch()
-        time.sleep(60)
-
-    monkeypatch.setattr("lengthwise.session.engine.run_part", endless)
-    command = Command(verb, write_run(tmp_path, make_rows([30, 12])), "--ranks", 2)
-    command.wait_for((tmp_path / "here").exists)
-    command.send(signal.SIGINT, group=True)
-    if verb == "train":
-        time.sleep(0.5)
-        assert not command.ended(), "the first one waits for the step to end"
-        assert command.written()[1] == "\nstopping after this step; press Ctrl-C again to stop now\n"
-        command.send(signal.SIGINT, group=True)
-    status, _, err = command.finish(30)  # half of what the step would take
-    assert status == 130
-    assert "interrupted: nothing was saved" in err
-    assert "Traceback" not in err
-
-
-def test_ranks_that_are_asked_to_stop_while_they_read_end_at_once(tmp_path, monkeypatch):
-    def endless(*_, **__):
+    def begin(*_, **__):
         (tmp_path / f"here-{os.getpid()}").touch()
-        time.sleep(60)
+        endless()
 
-    monkeypatch.setattr("lengthwise.run.checks.load_dataset", endless)
-    command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 2)
-    command.wait_for(lambda: len(list(tmp_path.glob("here-*"))) == 2)
-    command.send(signal.SIGTERM)
-    status, _, err = command.finish(30)
+    monkeypatch.setattr(place, begin)
+    command = Command(*arguments[:1], write_run(tmp_path, make_rows([30, 12])), *arguments[1:])
+    command.wait_for(lambda: len(list(tmp_path.glob("here-*"))) == busy)
+    return command
+
+
+def assert_interrupted(command, said="interrupted: nothing was saved"):
+    status, _, err = command.finish(30)  # half of what the call would take
     assert status == 130
-    assert "interrupted: nothing was saved" in err
+    assert said in err
     assert "Traceback" not in err
+
+
+def test_train_interrupted_twice_ends_soon_and_leaves_no_process(tmp_path, monkeypatch):
+    """While a rank is busy with one long step."""
+    place = "lengthwise.session.engine.run_part"
+    command = started(tmp_path, monkeypatch, place, lambda: time.sleep(60), "train", "--ranks", 2, busy=2)
+    command.send(signal.SIGINT, group=True)
+    time.sleep(0.5)
+    assert not command.ended(), "the first one waits for the step to end"
+    assert command.written()[1] == "\nstopping after this step; press Ctrl-C again to stop now\n"
+    command.send(signal.SIGINT, group=True)
+    assert_interrupted(command)
+
+
+@pytest.mark.parametrize(
+    ("verb", "place", "sent"),
+    [
+        more("verify", "lengthwise.session.engine.run_part", signal.SIGINT),
+        ("train", "lengthwise.run.checks.load_dataset", signal.SIGTERM),
+    ],
+)
+def test_ranks_that_are_asked_to_stop_before_the_first_step_end_at_once(tmp_path, monkeypatch, verb, place, sent):
+    command = started(tmp_path, monkeypatch, place, lambda: time.sleep(60), verb, "--ranks", 2, busy=2)
+    command.send(sent, group=sent == signal.SIGINT)
+    assert_interrupted(command)
     assert not (tmp_path / "out").exists()
 
 
@@ -242,25 +209,18 @@ def test_ranks_that_are_asked_to_stop_while_they_read_end_at_once(tmp_path, monk
 def test_train_alone_interrupted_twice_ends_soon(tmp_path, monkeypatch, wakes):
     """One process has no parent that could end it: it listens itself, also where Python hears of a signal too late."""
 
-    def endless(*_, **__):
+    def endless():
         if not wakes:  # this thread: as in an operation of torch that takes minutes
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        (tmp_path / "here").touch()
-        if wakes:
-            time.sleep(60)
-        ctypes.CDLL(None).sleep(60)
+        (time if wakes else ctypes.CDLL(None)).sleep(60)
 
-    monkeypatch.setattr("lengthwise.session.engine.run_part", endless)
-    command = Command("train", write_run(tmp_path, make_rows([30, 12])), "--ranks", 1)
-    command.wait_for((tmp_path / "here").exists)
+    command = started(tmp_path, monkeypatch, "lengthwise.session.engine.run_part", endless, "train", "--ranks", 1)
     command.send(signal.SIGINT)
     time.sleep(0.3)
     assert not command.ended()
     assert (command.written()[1] != "") == wakes, "said where Python hears of it"
     command.send(signal.SIGINT)
-    status, _, err = command.finish(30)
-    assert status == 130
-    assert f"interrupted{': nothing' if wakes else ' within a step: nothing more'} was saved" in err
+    assert_interrupted(command, f"interrupted{': nothing' if wakes else ' within a step: nothing more'} was saved")
 
 
 def test_train_says_beforehand_how_long_it_will_take(tmp_path):

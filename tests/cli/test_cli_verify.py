@@ -13,18 +13,18 @@ from lengthwise.cli.verify import Verify
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import RECOMPUTE_KINDS
 from lengthwise.engine import batch as batches
-from lengthwise.engine import objective, units
+from lengthwise.engine import units
 from lengthwise.program import MicrobatchProgram
 from lengthwise.run import verify, verify_batch
 from lengthwise.run.api import read_plan
 from lengthwise.run.rounding import FACTOR, TOLERANCES
 from lengthwise.session import engine
-from run.small_runs import call, job_of, write_run
+from run.small_runs import call, job_of, told, write_run
 from tiers import more, some
 
 
 def full(*arguments):
-    return call("verify", *arguments, "--full")
+    return "verify", *arguments, "--full"
 
 
 @pytest.fixture
@@ -36,10 +36,8 @@ def run_file(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "precision"), [(3, "bf16"), more(3, "fp64"), more(3, "fp32")])
 def test_verify_passes(run_file, capfd, ranks, precision):
-    assert full(run_file, "--ranks", ranks, "--set", f"precision={precision}") == 0
-    out = capfd.readouterr().out
-    assert "PASS" in out
-    assert "FAIL" not in out
+    out = told(capfd, *full(run_file, "--ranks", ranks, "--set", f"precision={precision}"))
+    assert ("PASS" in out, "FAIL" in out) == (True, False)
     assert {"fp64": "tolerance 1e-12", "fp32": "tolerance 1e-05", "bf16": "tolerance 2 x plain bf16"}[precision] in out
     assert "exercised: rings of " in out
 
@@ -47,11 +45,9 @@ def test_verify_passes(run_file, capfd, ranks, precision):
 def test_verify_warns_where_nothing_was_cut_and_what_it_says_then_cuts(run_file, capfd):
     """It leaves no output."""
     uncut = ["--set", "planner=packed-dp", "capacity_tokens=64"]
-    assert full(run_file, "--ranks", 2, *uncut) == 0
-    out = capfd.readouterr().out
-    told = re.search(r"warning: no sequence was cut, .*To cut .*train.jsonl:5, of 61 tokens, add (--set .*)", out)
-    assert full(run_file, "--ranks", 2, *uncut, *told[1].split()) == 0
-    out = capfd.readouterr().out
+    out = told(capfd, *full(run_file, "--ranks", 2, *uncut))
+    cut = re.search(r"warning: no sequence was cut, .*To cut .*train.jsonl:5, of 61 tokens, add (--set .*)", out)
+    out = told(capfd, *full(run_file, "--ranks", 2, *uncut, *cut[1].split()))
     assert "exercised: rings of 2 ranks" in out
     assert "warning" not in out
     assert not (run_file.parent / "out").exists()
@@ -67,8 +63,7 @@ def test_by_default_few_short_sequences_run_in_every_way_that_the_run_may_choose
         tmp_path, rows, model=model, global_batch={"sequences": 22}, capacity_tokens=512,
         offload={"store": "disk", "path": str(tmp_path)},
     )  # fmt: skip
-    assert call("verify", path, "--ranks", 3) == 0
-    out = capfd.readouterr().out
+    out = told(capfd, "verify", path, "--ranks", 3)
     changed = next(line for line in out.splitlines() if line.startswith("for this check: "))
     assert " of 22 sequences, cut to at most " in changed
     for said in ("capacity_tokens ", "recompute none, layer, all_but_attention, elementwise", "--full"):
@@ -108,20 +103,12 @@ def test_verify_runs_a_plan_of_several_pieces_written_by_hand(run_file, capfd):
         for microbatch, kind in zip(plan["microbatches"], RECOMPUTE_KINDS[:0:-1], strict=True):
             microbatch["recompute"] = kind
 
-    path = hand_plan(run_file, recompute_each_in_its_way)
-    capfd.readouterr()
-    assert full(run_file, "--ranks", 3, "--plan", path) == 0
-    out = capfd.readouterr().out
-    assert "plan: 3 microbatches, 2 rings" in out
-    assert "exercised: rings of 2, 3 ranks, no heads split, packs on one rank" in out
-    assert "PASS" in out
+    out = told(capfd, *full(run_file, "--ranks", 3, "--plan", hand_plan(run_file, recompute_each_in_its_way)))
+    exercised = "exercised: rings of 2, 3 ranks, no heads split, packs on one rank"
+    assert [each for each in ("plan: 3 microbatches, 2 rings", exercised, "PASS") if each not in out] == []
 
 
-PIPELINE = {"kind": "pipeline", "stages": 2, "virtual": 1}
-
-
-def offloaded(plan):
-    plan["microbatches"][2]["offload"] = 0.5
+PIPELINE = {"schedule": {"kind": "pipeline", "stages": 2, "virtual": 1}, "requires": ["shares", "pipeline"]}
 
 
 @pytest.mark.parametrize(
@@ -129,8 +116,8 @@ def offloaded(plan):
     [
         (lambda plan: plan["tokens"].__setitem__(0, 1 + plan["tokens"][0]), [], "a plan for 3 ranks and the first"),
         (lambda plan: plan["microbatches"][2].update(ranks=[7]), [], "7"),
-        (offloaded, [], "expected a plan without offload, or `offload` in the run file"),
-        (lambda plan: plan.update(schedule=PIPELINE, requires=["shares", "pipeline"]), [], "a run without `stages`"),
+        (lambda plan: plan["microbatches"][2].update(offload=0.5), [], "expected a plan without offload, or"),
+        (lambda plan: plan.update(PIPELINE), [], "a run without `stages`"),
         (three_heads, [], "a divisor of the model's 4 attention heads; got 3"),
         (lambda plan: None, ["shard=zero3"], "expected a plan of kind waves, for `shard: zero3`"),
     ],
@@ -151,10 +138,6 @@ def rope_that_starts_anew(self, segments, inner=batches.StepBatch.tensors):
     """Positions follow the shard, not the document."""
     ids, positions, labels = inner(self, segments)
     return ids, positions - (segments[0].start if segments else 0), labels
-
-
-def loss_scaled_by_ranks(*arguments, inner=objective.model_loss, **keys):
-    return inner(*arguments, **keys) * 1.0000001
 
 
 def tokens_as_they_arrive(piece, lengths, position, inner=heads.group_runs):
@@ -195,7 +178,6 @@ FAULTS = [
     (batches.StepBatch, "tensors", rope_that_starts_anew, 3, "heads=off"),
     (MicrobatchProgram, "tasks", one_block_a_pack, 2, "capacity_tokens=60 planner=bytescale-naive"),
     (batches.StepBatch, "shift_labels", labels_that_are_not_shifted, 2, "heads=off"),
-    (objective, "model_loss", loss_scaled_by_ranks, 2, "heads=off"),
     (engine, "run_part", loss_alone, 2, "heads=off"),
 ]
 
@@ -207,10 +189,8 @@ def test_verify_fails_where_the_arithmetic_is_broken(run_file, capfd, monkeypatc
     if name == "tensors":
         monkeypatch.setattr(verify, "plain_gradients", plain_gradients)
     given = () if name == "merge_block" else ("--full",)
-    assert call("verify", run_file, "--ranks", ranks, *given, "--set", *keys.split()) == 1
-    out = capfd.readouterr().out
-    assert "FAIL" in out
-    assert "PASS" not in out
+    out = told(capfd, "verify", run_file, "--ranks", ranks, *given, "--set", *keys.split(), status=1)
+    assert ("PASS" in out, "FAIL" in out) == (False, True)
 
 
 def queries_off_by_a_percent(self, rows, cols, grads, into, inner=partials.PartialGradients.take, **first):
@@ -232,8 +212,8 @@ def sum_in_bf16(self, number, parameter, inner=units.Accumulation._take):
 )
 def test_verify_in_bf16_sees_what_is_smaller_than_rounding(run_file, capfd, monkeypatch, place, name, broken, said):
     monkeypatch.setattr(place, name, broken)
-    assert full(run_file, "--ranks", 2, "--set", "precision=bf16", "heads=off") == 1
-    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith(said)]
+    out = told(capfd, *full(run_file, "--ranks", 2, "--set", "precision=bf16", "heads=off"), status=1)
+    (line,) = [line for line in out.splitlines() if line.startswith(said)]
     difference, tolerance = re.findall(r"\d[\d.]*(?:e-?\d+)?", line.rpartition("largest")[2])
     assert float(difference) > float(tolerance)
 

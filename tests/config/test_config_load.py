@@ -11,8 +11,11 @@ import pytest
 from lengthwise.config import GlobalBatch, RunConfig, build_config, dump_config, load_config
 from lengthwise.config.optimizer_config import OPTIMIZERS
 from lengthwise.config.problems import _OTHER_KEYS, sections_of
+from lengthwise.config.run_file import apply_overrides
 from lengthwise.core.errors import ConfigError, LengthwiseError, Problems
 
+STREAM = "path: train.jsonl, streaming: true, max_tokens: 9"
+REMOTE = "path: train.jsonl, remote: true, max_tokens: 9"
 MINIMAL = "model: tiny\ndata: [{path: train.jsonl}]\noutput: runs/first\n"
 LISTING = """
 model: tiny
@@ -83,11 +86,8 @@ def test_config_defaults_that_depend_on_other_keys(folder):
 def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
     for name, defaults in OPTIMIZERS.items():
         config = load_config(write(folder, MINIMAL + f"optimizer: {{name: {name}}}\n"))
-        given = {key: value for key, value in config.optimizer.model_dump().items() if value is not None}
-        assert (
-            given.items()
-            >= {key: value for key, value in {**defaults, "name": name}.items() if value is not None}.items()
-        )
+        wanted = {**defaults, "name": name}
+        assert {key: value for key, value in config.optimizer.model_dump().items() if key in wanted} == wanted
         assert load_config(write(folder, dump_config(config))) == config
 
 
@@ -116,21 +116,80 @@ def test_config_each_optimizer_has_its_own_defaults_and_is_read_back(folder):
         ("capacity_tokens=8Q", "capacity_tokens", "'8Q' (text) -> auto or a whole number"),
         ("offload={ratio: 1.5}", "offload.ratio", "1.5 (a number) -> auto or off or at most 1"),
         ("steeps=3", "steeps", "`steps`"),
+        ("seed", "overrides seed", "expected key=value"),
+        ("=5", "overrides =5", "expected key=value"),
+        ("a..b=5", "overrides a..b=5", "expected key=value"),
+        ("model.x=5", "overrides model.x", "keys in `model`"),
+        ("data.1.path=x", "overrides data.1", "an index from 0 to 0"),
+        ("data.-1.path=x", "overrides data.-1", "an index from 0 to 0"),
+        ("data.99999999999.path=x", "overrides data.99999999999", "an index from 0 to 0"),
+        ("data.first.path=x", "overrides data.first", "an index from 0 to 0"),
+        ("seed=[1", "overrides seed=[1:1", "YAML"),
+        ("lora={r: 1, r: 2}", "overrides lora={r: 1, r: 2}:1", "every key once"),
         ("learning_rate=1", "learning_rate", "`optimizer.lr`"),
         ("gradient_accumulation_steps=1", "gradient_accumulation_steps", "the planner makes the microbatches"),
         *((f"{key}={name}", key, "an existing folder") for key, name in (("model", "a/b/c"), ("tokenizer", "~/gone"))),
         ("optimizer.learning=1", "optimizer.learning", "-> `optimizer.lr`"),
         ("eval={data: [{path: train.jsonl, max_token: 4}]}", "eval.data.0.max_token", "`max_tokens`"),
-        ("data.0.python_stdlib=true", "data.0", ""),
-        ("data.0={max_tokens: 4}", "data.0", ""),
-        ("data.0.too_long=skip", "data.0.too_long", ""),
+        ('model="a\\0b"', "model", ""),
+        (f"tokenizer={'x' * 300}", "tokenizer", ""),
+        (f"output={'y/' * 3000}", "output", ""),
         ("global_batch={sequences: 1, tokens: 1}", "global_batch", ""),
+        ("data.0.python_stdlib=true", "data.0", ""),
+        ("data.0={max_tokens: 4}", "data.0", "got none of them"),
+        ("data.0.too_long=skip", "data.0.too_long", ""),
+        ("data.0.weight=0", "data.0.weight", ""),
+        ("data.0.data_files='*.csv'", "data.0.data_files", "a `dataset` beside it"),
+        ("data.0.path=s3://bucket/train.jsonl", "data.0.path", "a path on this machine"),
+        ("data.0.path=https://host/train.jsonl", "data.0.path", ":// can only be streamed"),
+        ("data.0={dataset: org/name}", "data.0.split", "the split of the dataset"),
+        ("data.0={dataset: org/name, split: 'train[:10%]'}", "data.0.split", ""),
+        ("data.0={dataset: ../name, split: train}", "data.0.dataset", ""),
+        ("data.0={dataset: a/b, split: train, python_stdlib: true}", "data.0", "got dataset and python_stdlib"),
+        ("data.0={python_stdlib: true, split: train}", "data.0.split", "a `dataset` beside it"),
+        ("data.0={path: train.jsonl, streaming: true}", "data.0.max_tokens", "`streaming`"),
+        (f"data.0={{{STREAM}, weight: 2}}", "data.0.weight", "no weight beside `streaming`"),
+        (f"data.0={{{STREAM}, remote: true}}", "data.0.streaming", "got both"),
+        ("data.0.streaming=0", "data.0.streaming", ""),
+        (f"eval={{data: [{{{STREAM}}}]}}", "eval.data.0.streaming", ""),
+        ("data.0={path: train.jsonl, remote: true}", "data.0.max_tokens", ""),
+        (f"data.0={{{REMOTE}, weight: 2}}", "data.0.weight", ""),
+        ("data.0={path: train.jsonl, remote: 0, max_tokens: 9}", "data.0.remote", ""),
+        (f"data=[{{{REMOTE}}}, {{path: train.jsonl}}]", "data.1.remote", ""),
+        (f"eval={{data: [{{{REMOTE}}}]}}", "eval.data.0.remote", ""),
+        ("eval={data: [{path: train.jsonl, weight: 1}, {path: train.jsonl, weight: 2}]}", "eval.data.1.weight", ""),
     ],
+    ids=lambda each: each[:60],
 )
 def test_config_wrong_value_names_its_path(folder, override, where, expected):
     found = problems_of(write(folder, MINIMAL), [override])
     assert list(found) == [where]
     assert expected in found[where]
+    assert len(found[where]) < 600
+
+
+@pytest.mark.parametrize("source", [STREAM, REMOTE])
+def test_config_epochs_are_not_counted_before_their_rows_come(folder, source):
+    assert list(problems_of(write(folder, MINIMAL + "epochs: 2\n"), [f"data.0={{{source}}}"])) == ["epochs"]
+
+
+def applied(*overrides):
+    values = {"seed": 1, "data": [{"path": "a"}, {"path": "b"}], "eval": None, "optimizer": {"lr": 1.0}}
+    return values, apply_overrides(values, overrides)
+
+
+def test_override_reaches_keys_entries_and_sections_and_the_last_one_wins():
+    values, problems = applied(
+        "optimizer.lr=3e-4", "data.1.path=c", "seed = 5", "model=x=y", "eval.every_steps=5", "eval.every_steps=7",
+        "a.b.c={d: [1]}",
+    )  # fmt: skip
+    assert problems == []
+    assert values == {
+        "seed": 5, "model": "x=y", "data": [{"path": "a"}, {"path": "c"}], "eval": {"every_steps": 7},
+        "optimizer": {"lr": 3e-4}, "a": {"b": {"c": {"d": [1]}}},
+    }  # fmt: skip
+    values, _ = applied("data=[{python_stdlib: true}]", "optimizer=")
+    assert (values["data"], values["optimizer"]) == ([{"python_stdlib": True}], None)
 
 
 def test_config_names_for_keys_of_other_trainers_are_keys_of_ours():
@@ -193,10 +252,7 @@ def test_config_relative_paths_start_from_the_file(folder, monkeypatch):
     assert config.data[0].path == folder / "texts"
     assert config.model == str(folder / "org" / "name")
     assert config.output == folder.parent / "out"
-    for kind, first in (
-        ("json", str(folder / "rows/*.json")),
-        ("org/data", "rows/*.json"),
-    ):  # of a hub in its repository
+    for kind, first in (("json", str(folder / "rows/*.json")), ("org/data", "rows/*.json")):  # the latter of a hub
         given = f"data=[{{dataset: {kind}, data_files: [rows/*.json, 'https://a/b.json'], split: train}}]"
         assert load_config(relative, [given, "model=org/name"]).data[0].data_files == (first, "https://a/b.json")
 
@@ -238,38 +294,3 @@ def test_config_with_thousands_of_problems_is_told_of_some_in_seconds(folder):
     assert time.process_time() - start < 2
     assert len(found) == 101
     assert "got 1,900 more problems" in found["run file"]
-
-
-@pytest.mark.parametrize(("key", "name"), [("model", '"a\\0b"'), ("tokenizer", "x" * 300), ("output", "y/" * 3000)])
-def test_config_paths_that_nothing_can_have_are_one_line(folder, key, name):
-    keys = {"model": "tiny", "data": "[{path: train.jsonl}]", "output": "out", key: name}
-    found = problems_of(write(folder, "".join(f"{name}: {value}\n" for name, value in keys.items())))
-    assert list(found) == [key]
-    assert len(found[key]) < 400
-
-
-def test_config_weights_are_of_training_data_alone(folder):
-    weighted = "{path: train.jsonl, weight: 2}"
-    text = f"model: tiny\ndata: [{weighted}]\noutput: out\n"
-    assert load_config(write(folder, text)).data[0].weight == 2.0
-    path = write(folder, text + f"eval: {{data: [{{path: train.jsonl, weight: 1}}, {weighted}]}}\n")
-    assert list(problems_of(path)) == ["eval.data.1.weight"]
-    assert list(problems_of(write(folder, text), ["data.0.weight=0"])) == ["data.0.weight"]
-
-
-EVAL = "eval: {data: [{path: train.jsonl, max_tokens: 9, remote: true}]}\n"
-
-
-@pytest.mark.parametrize(
-    ("data", "more", "key"),
-    [
-        ("[{path: train.jsonl, remote: true}]", "", "data.0.max_tokens"),
-        ("[{path: train.jsonl, remote: true, max_tokens: 9, weight: 2}]", "", "data.0.weight"),
-        ("[{path: train.jsonl, remote: 0, max_tokens: 9}]", "", "data.0.remote"),
-        ("[{path: train.jsonl, remote: 2, max_tokens: 9}, {path: train.jsonl}]", "", "data.1.remote"),
-        ("[{path: train.jsonl, remote: true, max_tokens: 9}]", "epochs: 2\n", "epochs"),
-        ("[{path: train.jsonl}]", EVAL, "eval.data.0.remote"),
-    ],
-)
-def test_config_remote_data_says_what_is_not_counted_before_it_comes(folder, data, more, key):
-    assert list(problems_of(write(folder, f"model: tiny\ndata: {data}\noutput: out\n{more}"))) == [key]

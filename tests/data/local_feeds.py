@@ -29,17 +29,7 @@ class LocalClient:
 
 
 @contextmanager
-def local_feeds(
-    sources,
-    how,
-    *,
-    seed=0,
-    ranks=1,
-    ends_after=None,
-    run=map,
-    vocab_size=256,
-    **changes,
-):
+def local_feeds(sources, how, *, seed=0, ranks=1, ends_after=None, run=map, vocab_size=256, **changes):
     """Give a dataset of each of some ranks that ask the same feeds, and the clients of these.
 
     how: `remote` and of how many feeds a source, or `streaming` and of which block. changes: of the feeds' specs.

@@ -33,6 +33,7 @@ DOCUMENTS = st.lists(TEXT.map(lambda text: text.replace("\0", "")), max_size=6) 
 def write_sources(folder: Path, files, documents=(), **settings) -> list[DataSource]:
     """Write files of rows, and a folder of documents where there are any; return sources that leave empty rows out."""
     settings = {"empty": "skip", **settings}
+    folder.mkdir(exist_ok=True)
     sources = []
     for number, rows in enumerate(files):
         path = folder / f"rows-{number}.jsonl"

@@ -3,6 +3,7 @@
 Whatever is read ahead, lost or started again, and in however many processes rows are tokenized.
 """
 
+import gzip
 import json
 import time
 from itertools import islice
@@ -16,8 +17,8 @@ from hypothesis import strategies as st
 from data.local_feeds import local_feeds
 from data.stores import DOCUMENTS, FILES, killed_in_one_worker, load, prepare, weights_of, write_sources
 from data.test_data_tables import write
-from lengthwise.config import DataSource, GlobalBatch, build_config
-from lengthwise.core.errors import DataError, LengthwiseError
+from lengthwise.config import DataSource, GlobalBatch
+from lengthwise.core.errors import DataError
 from lengthwise.data import Batches
 from lengthwise.data.sampler import epoch_order
 from lengthwise.engine.batch import StepBatch
@@ -31,6 +32,11 @@ SIZES = st.one_of(
     st.sampled_from([1, 40, 200]).map(lambda number: GlobalBatch(tokens=number)),
 )
 ORDERS = [{"streaming": 1}, {"streaming": 16}, {"remote": 2}]
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
 
 
 def seen(batch):
@@ -104,12 +110,9 @@ def test_batches_are_those_of_the_rows_read_at_once_also_after_a_resume(
         with local_feeds(sources, how, **of_feed) as ([dataset], _):
             start = json.loads(json.dumps(ends[done]))
             if mark != "own" and "streaming" in how:  # of a run that was no stream, of smaller blocks, or older
-                beyond = {"place": start[1] + 1, "state": None}
-                start[2:] = {
-                    "none": [],
-                    "beyond": [json.dumps(beyond)],
-                    "of before": ['{"place": 1, "mark": [0, [0, [9, 1]]]}'],
-                }[mark]
+                beyond = json.dumps({"place": start[1] + 1, "state": None})
+                before = '{"place": 1, "mark": [0, [0, [9, 1]]]}'
+                start[2:] = {"none": [], "beyond": [beyond], "of before": [before]}[mark]
             rest = taken(dataset, size, 11 - done, start)
             assert [found for found, _ in rest] == wanted[done + 1 :]
 
@@ -119,7 +122,6 @@ def test_files_of_every_kind_are_read(tmp_path, monkeypatch, kind, how):
     rows = [{"input_ids": [*range(length)], "labels": [-100] + [7] * (length - 1)} for length in (5, 1, 9)]
     sources = [DataSource(path=write(rows * 3, tmp_path / "rows", kind), max_tokens=9)]
     size = GlobalBatch(sequences=4)
-    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     with local_feeds(sources, how) as ([dataset], _):
         found = [*taken(dataset, size, 5)]
         assert [each for each, _ in found] == expected(sources, size, 5, how)
@@ -129,16 +131,10 @@ def test_files_of_every_kind_are_read(tmp_path, monkeypatch, kind, how):
 
 @pytest.mark.parametrize("how", [{"streaming": 16}, {"remote": 2}])
 def test_batches_do_not_depend_on_the_number_of_processes_and_the_end_of_one_costs_nothing(tmp_path, monkeypatch, how):
-    sources, size = (
-        lines(tmp_path, [{"text": f"{row:03}" * (row % 3 + 1)} for row in range(90)]),
-        GlobalBatch(tokens=40),
-    )
+    sources = lines(tmp_path, [{"text": f"{row:03}" * (row % 3 + 1)} for row in range(90)])
+    size = GlobalBatch(tokens=40)
     wanted = expected(sources, size, 30, how)
-    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
-    monkeypatch.setattr(
-        "lengthwise.data.tokens.row_digest",
-        killed_in_one_worker(tmp_path / "killed"),
-    )
+    monkeypatch.setattr("lengthwise.data.tokens.row_digest", killed_in_one_worker(tmp_path / "killed"))
     for number in (1, 3):
         with local_feeds(sources, how, run=worker_processes(number), ahead_bytes=2000) as ([dataset], _):
             assert [found for found, _ in taken(dataset, size, 30)] == wanted
@@ -146,32 +142,23 @@ def test_batches_do_not_depend_on_the_number_of_processes_and_the_end_of_one_cos
 
 
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    """Rows of a dataset by name, as `datasets` finds it without a network, and the same file's path."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "kept"))
+def file(hub, monkeypatch):
+    """The file of a dataset by name."""
     monkeypatch.setattr("lengthwise.data.library.hub_answers", lambda address: False)
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "org/name"
-    folder.mkdir(parents=True)
     rows = [{"input_ids": [number] * 3, "labels": [-100, number, number % 3]} for number in range(40)]
-    path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return lines(hub, rows)[0].path
 
 
 @pytest.mark.parametrize(("how", "block"), [("name", 1), ("url", 16)])
-def test_the_library_streams_what_the_file_has_also_after_a_resume(hub, monkeypatch, how, block):
-    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
-    asked = {"dataset": "org/name", "split": "train"} if how == "name" else {"path": f"file://{hub}", "streaming": True}
+def test_the_library_streams_what_the_file_has_also_after_a_resume(file, how, block):
+    by_name, by_url = {"dataset": "org/name", "split": "train"}, {"path": f"file://{file}", "streaming": True}
+    asked, shown = (by_name, "org/name:train") if how == "name" else (by_url, f"file://{file}")
     sources, size = [DataSource.model_validate({**asked, "max_tokens": 9})], GlobalBatch(sequences=3)
     how_read = {"streaming": block}
-    wanted = [each[1:] for each in expected([DataSource(path=hub)], size, 20, how_read)]
+    wanted = [each[1:] for each in expected([DataSource(path=file)], size, 20, how_read)]
     with local_feeds(sources, how_read) as ([dataset], _):
         found = [*taken(dataset, size, 20)]
         assert [each[1:] for each, _ in found] == wanted
-        shown = "org/name:train" if how == "name" else f"file://{hub}"
         assert found[0][0][0][0][0].startswith(f"{shown}:")
     for done in (6, 15):  # in the first epoch, and the second
         with local_feeds(sources, how_read, ends_after=3) as ([dataset], _):
@@ -188,7 +175,6 @@ def lines(folder, rows, **settings):
 @pytest.mark.parametrize(("place", "how"), [(600, {"streaming": 1}), (0, {"remote": 1})])
 def test_no_more_rows_are_held_than_those_of_some_steps_and_what_is_read_ahead(tmp_path, monkeypatch, place, how):
     """place: of an epoch, which a run without a mark reads up to."""
-    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     sources, size = lines(tmp_path, [{"text": f"{row:09}"} for row in range(1000)]), GlobalBatch(sequences=4)
     most = 40_000 + 600 * 4 * 8
     with local_feeds(sources, how, ranks=2, ahead_bytes=40_000) as (datasets, (client,)):
@@ -218,21 +204,14 @@ def test_a_place_that_the_rows_do_not_reach_any_more_is_the_begin_of_the_next_ep
     ],
 )
 def test_a_refused_row_is_named_by_file_and_line_when_its_step_comes(tmp_path, monkeypatch, size, how, bad, said):
-    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
-    good = [{"text": "abc"}] * 4
-    before = Batches(load(*lines(tmp_path, good * 2 + good[:1])), SimpleNamespace(seed=0)).order(0).tolist().index(4)
-    before, found = 4 if "streaming" in how else before, []
+    good, found = [{"text": "abc"}] * 4, []
+    order = Batches(load(*lines(tmp_path, good * 2 + good[:1])), SimpleNamespace(seed=0)).order(0).tolist()
+    before = 4 if "streaming" in how else order.index(4)
     with local_feeds(lines(tmp_path, [*good, bad, *good]), how) as ([dataset], _):
         with pytest.raises(DataError, match=said) as caught:
             found.extend(map(found.append, taken(dataset, size, 9)))
         assert caught.value.where == f"{tmp_path}/train.jsonl:5"
     assert len([each for each in found if each]) == before // 2
-
-
-def test_a_step_without_a_loss_is_refused(tmp_path):
-    rows = lines(tmp_path, [{"text": "a"}] * 3)
-    with local_feeds(rows, {"remote": 2}) as ([dataset], _), pytest.raises(DataError, match="with a label"):
-        next(dataset.batches(GlobalBatch(sequences=2)))
 
 
 def test_a_feed_that_ends_is_named_once_whatever_is_answered_late_and_files_that_change_are_refused(tmp_path):
@@ -258,12 +237,9 @@ def test_a_feed_that_ends_is_named_once_whatever_is_answered_late_and_files_that
 
 @pytest.mark.parametrize(("kind", "how"), [("rows", {"streaming": 1}), ("documents", {"remote": 1})])
 def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, how, kind):
-    if kind == "rows":
-        [source] = lines(tmp_path, [{"text": "abc"}] * 4)
-        path = source.path
-    else:
-        [source] = write_sources(tmp_path, [], ["abc", "abc", "abc", "abc"], max_tokens=9)
-        path = min(source.path.iterdir())
+    rows = {"rows": ([[{"text": "abc"}] * 4], []), "documents": ([], ["abc"] * 4)}[kind]
+    [source] = write_sources(tmp_path, *rows, max_tokens=9)
+    path = source.path if kind == "rows" else min(source.path.iterdir())
     with local_feeds([source], how, ahead_bytes=0) as ([dataset], _):
         steps = dataset.batches(GlobalBatch(sequences=4))
         next(steps)
@@ -276,14 +252,11 @@ def test_files_that_change_under_a_feed_are_refused_in_the_next_epoch(tmp_path, 
 
 
 def test_rows_stay_for_a_rank_that_is_behind_also_in_a_feed_that_is_started_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("lengthwise.data.blocks.ROWS", 2)
     sources, size = lines(tmp_path, [{"text": f"{row:03}"} for row in range(60)]), GlobalBatch(tokens=3)
     with local_feeds(sources, {"streaming": 1}, ranks=2) as ((ahead, behind), (client,)):
         first, second = ahead.batches(size), behind.batches(size)
-        for _ in range(12):
-            next(second)
-        for _ in range(40):
-            next(first)
+        list(islice(second, 12))
+        list(islice(first, 40))
         row = int(behind.ids.min())
         assert 0 < row < 12
         for _ in range(2):
@@ -304,66 +277,39 @@ def test_a_tokenizer_that_panics_is_named_with_the_row(tmp_path, monkeypatch):
 
     monkeypatch.setattr("lengthwise.data.tokenizer.ByteTokenizer.encode", encode)
     sources = lines(tmp_path, [{"text": text} for text in ("good", "bad", "good")])
-    with local_feeds(sources, {"streaming": 1}, run=worker_processes(2)) as ([dataset], _):
-        dataset._clients[0].feed._condition.wait_for = bounded(dataset._clients[0].feed._condition.wait_for)
+    with local_feeds(sources, {"streaming": 1}, run=worker_processes(2)) as ([dataset], (client,)):
+        condition, wait_for = client.feed._condition, client.feed._condition.wait_for
+        monkeypatch.setattr(condition, "wait_for", lambda until: wait_for(until, 20) or pytest.fail("no answer"))
         with pytest.raises(DataError, match="the stream, row 1: expected tokens; got Panic: index out of bounds"):
             next(dataset.batches(GlobalBatch(sequences=1)))
 
 
-def bounded(wait_for):
-    return lambda until: wait_for(until, 20) or pytest.fail("no answer")
-
-
-def test_a_file_that_breaks_off_and_a_stream_of_nothing_are_refused(tmp_path, hub):
-    import gzip
-
-    packed = tmp_path / "cut.jsonl.gz"
-    packed.write_bytes(gzip.compress(b'{"text": "abc"}\n' * 5000)[:-9])
-    hub.write_text('{"text": "a"}\n{"text"')
-    for source, said in (
-        ({"path": packed}, "cut.jsonl.gz, from row 1 on: expected a whole file"),
-        ({"path": f"file://{hub}"}, "train.jsonl:2: expected JSON; got broken"),
-        ({"path": lines(tmp_path, [{"text": "a" * 10}] * 3)[0].path, "too_long": "skip"}, "left out: 3 too long"),
+def test_sources_that_cannot_be_read_while_a_run_trains_are_refused_by_name(tmp_path, file):
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abc"}\n' * 5000)[:-9])
+    for name, text in {
+        "empty": "",
+        "list": "[1]",
+        "silent": '{"text": "a"}\n',
+        "long": '{"text": "0123456789"}\n',
+    }.items():
+        (tmp_path / name).write_text(text)
+    prepare([DataSource(path=tmp_path / "long")], tmp_path / "prepared")
+    file.write_text('{"text": "a"}\n{"text"')
+    for kind, asked, said in (
+        ("streaming", {"path": "cut.jsonl.gz"}, "cut.jsonl.gz, from row 1 on: expected a whole file"),
+        ("streaming", {"path": f"file://{file}"}, "train.jsonl:2: expected JSON; got broken"),
+        ("streaming", {"path": "long", "too_long": "skip"}, "left out: 1 too long"),
+        ("streaming", {"path": "prepared"}, "prepared data"),
+        ("streaming", {"path": "https://x.org/rows.xyz"}, "another ending"),
+        ("streaming", {"dataset": "nobody/nothing", "split": "train"}, "nobody/nothing:train"),
+        ("streaming", {"path": "file:///none.jsonl"}, "none.jsonl: expected a dataset that `datasets` can load"),
+        ("remote", {"path": "empty"}, "empty file"),
+        ("remote", {"path": "list"}, "begins with"),
+        ("remote", {"path": "silent"}, "with a label"),
     ):
-        sources = [DataSource(**source, max_tokens=9, streaming=True)]
-        with pytest.raises(DataError, match=said), local_feeds(sources, {"streaming": 1}) as ([dataset], _):
-            [*taken(dataset, GlobalBatch(sequences=100), 99)]
-
-
-def test_what_is_no_stream_is_refused_by_name(tmp_path, hub):
-    [source] = lines(tmp_path, [{"text": "abc"}])
-    prepare([source], tmp_path / "prepared")
-    for asked, said in (
-        ({"path": tmp_path / "prepared"}, "prepared data"),
-        ({"path": "https://x.org/rows.xyz"}, "another ending"),
-        ({"dataset": "nobody/nothing", "split": "train"}, "nobody/nothing:train"),
-        ({"path": f"file://{tmp_path}/none.jsonl"}, "none.jsonl: expected a dataset that `datasets` can load"),
-    ):
-        sources = [DataSource(**asked, max_tokens=9, streaming=True)]
-        with pytest.raises(DataError, match=said), local_feeds(sources, {"streaming": 1}):
-            pass
-    for content, said in (("", "empty file"), ("[1]", "begins with")):
-        source.path.write_text(content)
-        with pytest.raises(DataError, match=said), local_feeds([source], {"remote": 1}):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("data", "keys", "said"),
-    [
-        ({"max_tokens": None}, {}, "data.0.max_tokens: .*`streaming`"),
-        ({"weight": 2}, {}, "data.0.weight: expected no weight beside `streaming`"),
-        ({"remote": True}, {}, "data.0.streaming: .*got both"),
-        ({}, {"steps": None, "epochs": 1}, "epochs: expected `steps` beside `streaming`"),
-        ({}, {"eval": {"data": [{"path": "train.jsonl", "streaming": True}]}}, "eval.data.0.streaming"),
-        ({"streaming": 0}, {}, "data.0.streaming"),
-    ],
-)
-def test_settings_that_a_stream_cannot_have_are_refused(tmp_path, data, keys, said):
-    lines(tmp_path, [{"text": "abc"}])
-    source = {"path": "train.jsonl", "streaming": True, "max_tokens": 9, **data}
-    with pytest.raises(LengthwiseError, match=said):
-        build_config({"model": "tiny", "data": [source], "steps": 1, "output": "out", **keys}, tmp_path)
+        source = DataSource(**asked, max_tokens=9, **{kind: True})
+        with pytest.raises(DataError, match=said), local_feeds([source], {kind: 1}) as ([dataset], _):
+            [*islice(dataset.batches(GlobalBatch(sequences=100)), 99)]
 
 
 def test_files_that_change_have_another_digest_and_so_have_their_steps(tmp_path):

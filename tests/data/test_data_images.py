@@ -15,11 +15,11 @@ from testing.images import IMAGE, image_model, image_processor, image_tokenizer,
 from transformers.image_utils import load_image
 from transformers.models.pixtral import image_processing_pil_pixtral
 
+from data.stores import prepare
 from lengthwise.config import DataSource
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.data import NO_LOSS, ByteTokenizer, load_dataset, load_tokenizer
 from lengthwise.data.load import first_rows
-from lengthwise.data.prepare import prepare_folder, to_prepare
 from lengthwise.models.images import joined_images
 
 TURNED = 6  # of EXIF: the picture lies on its side
@@ -54,10 +54,8 @@ def processor(family, monkeypatch):
 
 
 def user(*parts):
-    return {
-        "role": "user",
-        "content": [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts],
-    }
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"role": "user", "content": content}
 
 
 def image(**path):
@@ -129,15 +127,15 @@ def test_ids_and_patches_are_those_of_the_processor(folder, monkeypatch, family)
 
 def test_prepared_rows_have_the_images_of_rows_in_memory_and_other_images_are_other_data(folder):
     name, here = str(folder / "model"), load(folder, ROWS)
-    tokenizer = lambda: load_tokenizer(name)  # noqa: E731
-    plan = to_prepare([DataSource(path=folder / "rows.jsonl")], tokenizer_name=name, tokenizer=tokenizer)
-    prepare_folder(plan, folder / "tokens")
-    there = load_dataset([DataSource(path=folder / "tokens")], tokenizer=tokenizer, vocab_size=None)
+    prepare(
+        [DataSource(path=folder / "rows.jsonl")], folder / "tokens", name=name, tokenizer=lambda: load_tokenizer(name)
+    )
+    there = load_dataset([DataSource(path=folder / "tokens")], tokenizer=lambda: load_tokenizer(name), vocab_size=None)
     assert there.digest() == here.digest()
     assert there.first_with_images == 0
     assert [list(there.images(row)) for row in range(5)] == [list(here.images(row)) for row in range(5)]
     there.read(1, 0, 5)  # compared with its digest
-    file, reader = here.images(0)[0], tokenizer().images
+    file, reader = here.images(0)[0], load_tokenizer(name).images
     before = reader.columns(file, "rows.jsonl:1")["pixel_values"]
     Image.new("RGB", (16, 40)).save(file.path)
     with pytest.raises(LengthwiseError, match=r"rows.jsonl:1: expected an image .*got .*a\.png: another file"):
@@ -176,7 +174,6 @@ def test_images_are_refused_without_a_processor_and_in_streams(folder):
         load(folder, ROWS[:1], ByteTokenizer)
     with pytest.raises(LengthwiseError, match=r"rows\.jsonl:1.*an image in a row that is read while the run trains"):
         load(folder, ROWS[:1], read=lambda *given, **how: first_rows(*given, **how, sequences=1))
-    for name in ("preprocessor_config.json",):
-        (folder / "model" / name).unlink()
+    (folder / "model/preprocessor_config.json").unlink()
     with pytest.raises(LengthwiseError, match="got an image, and no image processor at"):
         load(folder, ROWS[:1])

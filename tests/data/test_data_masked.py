@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import AutoTokenizer
 
 from data.stores import save_words
 from lengthwise.config import DataSource
@@ -63,14 +64,10 @@ def test_chat_has_a_loss_on_turns_of_the_assistant_alone(load, template):
     text, learned = told(load({"messages": messages(*CHAT)}, template=template))
     assert text == "<system> a <end> <user> b <end> <assistant> c <end> <tool> d <end> <assistant> a b <end>"
     assert learned == "c <end> a b <end>"
-
-
-@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
-def test_prompt_and_completion_of_messages_are_a_chat_with_a_loss_on_the_completion(load, template):
-    row = {"prompt": messages(*CHAT[:4]), "completion": messages(*CHAT[4:])}
-    text, learned = told(load(row, template=template))
-    assert text == told(load({"messages": messages(*CHAT)}, template=template))[0]
-    assert learned == "a b <end>"
+    said_anyway = [{**each, "train": each["role"] == "assistant"} for each in messages(*CHAT)]
+    assert told(load({"messages": said_anyway}, template=template)) == (text, learned)
+    completed = {"prompt": messages(*CHAT[:4]), "completion": messages(*CHAT[4:])}
+    assert told(load(completed, template=template)) == (text, "a b <end>")
 
 
 def test_chat_without_an_assistant_has_no_loss_and_tools_reach_the_template(load):
@@ -115,15 +112,9 @@ def test_a_token_across_the_start_of_a_mark_has_a_loss_as_in_transformers(tmp_pa
     name = merging_tokenizer(tmp_path / "merging")
     template = "{% for m in messages %}a{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     (tmp_path / "merging" / "chat_template.jinja").write_text(template)
-    with pytest.warns(
-        UserWarning, match="leaves out the end of turns of the assistant, without which a model does not"
-    ):
+    with pytest.warns(UserWarning, match="leaves out the end of turns of the assistant"):
         dataset = load_rows_by(tmp_path, [{"messages": messages(("assistant", "bc"))}], lambda: load_tokenizer(name))
-    ids, labels = dataset.read(0, 0, 2)
-    assert ids.tolist() == [5, 3]
-    assert labels.tolist() == [5, 3]
-    from transformers import AutoTokenizer
-
+    assert [each.tolist() for each in dataset.read(0, 0, 2)] == [[5, 3], [5, 3]]
     theirs = AutoTokenizer.from_pretrained(name).apply_chat_template(
         messages(("assistant", "bc")), return_assistant_tokens_mask=True, return_dict=True
     )
@@ -139,15 +130,10 @@ def test_chat_without_a_template_or_refused_by_it_is_one_line(load, tmp_path):
         load({"messages": messages(*CHAT)}, template="{{ raise_exception('no tools') }}")
 
 
-@pytest.mark.parametrize("eos", [None, "<eos>"])
-def test_pair_has_a_loss_on_the_completion_and_the_end(load, eos):
-    text, learned = told(load({"prompt": "a b ", "completion": "c d"}, eos=eos))
-    assert (text, learned) == (("a b c d <eos>", "c d <eos>") if eos else ("a b c d", "c d"))
-
-
-def test_chat_that_says_what_is_so_anyway_of_its_turns_is_trained_on(load):
-    turns = [{**each, "train": each["role"] == "assistant"} for each in messages(("user", "a"), ("assistant", "b"))]
-    assert told(load({"messages": turns}, template=PLAIN))[1] == "b <end>"
+def test_pair_has_a_loss_on_the_completion_and_the_end(load):
+    row = {"prompt": "a b ", "completion": "c d"}
+    assert told(load(row)) == ("a b c d", "c d")
+    assert told(load(row, eos="<eos>")) == ("a b c d <eos>", "c d <eos>")
 
 
 def test_pair_with_a_token_across_its_border_is_refused_by_row(tmp_path):

@@ -25,20 +25,18 @@ FORK = multiprocessing.get_context("fork")
 ROWS = [[{"text": "x" * n} for n in (1, 2, 97, 300, 5, 60, 61)], [{"prompt": "ab", "completion": "cd"}] * 9]
 
 
-@pytest.fixture
-def killed(tmp_path, monkeypatch):
-    """Let one process that tokenizes be killed at its first row; prepare once, which fails."""
+@pytest.mark.parametrize("more", ["", '{"text": "more"}\n'])
+def test_prepare_whose_process_is_killed_goes_on_to_the_same_rows(tmp_path, monkeypatch, more):
+    """One that tokenizes, at its first row. With other sources it begins anew."""
     sources = write_sources(tmp_path, ROWS, ["a", "bc"])
     monkeypatch.setattr("lengthwise.data.tokens.row_digest", killed_in_one_worker(tmp_path / "killed"))
     with pytest.raises(RankError, match="tokenizing: expected processes that live"):
         prepare(sources, tmp_path / "out", processes=2)
     assert not (tmp_path / "out").exists()
-    return sources
-
-
-def test_prepare_whose_process_is_killed_goes_on_to_the_same_rows(tmp_path, killed):
-    prepare(killed, tmp_path / "out", processes=2)
-    assert content(load(tmp_path / "out")) == content(load(*killed))
+    with sources[0].path.open("a") as file:
+        file.write(more)
+    prepare(sources, tmp_path / "out", processes=2)
+    assert content(load(tmp_path / "out")) == content(load(*sources))
     assert sorted(each.name for each in (tmp_path / "out").parent.glob("out*")) == ["out"]
 
 
@@ -68,29 +66,32 @@ def test_prepare_killed_while_it_writes_ends_with_the_same_rows(tmp_path, number
     assert not (tmp_path / "out.unfinished").exists()
 
 
+def work(seconds):
+    if seconds > 9:
+        time.sleep(seconds)
+    elif seconds < 0:
+        raise DataError("a row", expected="one that is right", got="another", remedy="Correct it.")
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        sum(range(1000))
+    return seconds
+
+
+def test_an_error_ends_processes_where_they_stand_and_one_that_works_for_longer_than_the_time_out_is_waited_for():
+    assert list(worker_processes(2, timeout_seconds=0.1)(work, [0.5, 0.0])) == [0.5, 0.0]
+    start = time.monotonic()
+    with pytest.raises(DataError, match="a row"):
+        list(worker_processes(2)(work, [-1, 60, 60, 60]))
+    assert time.monotonic() - start < 30, "waited for a task of 60 s that nobody needs"
+
+
 def die(_task):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_task_whose_processes_are_always_killed_is_named():
+def test_processes_that_are_always_killed_or_stop_before_they_have_a_task_are_an_error(monkeypatch):
     with pytest.raises(RankError, match="live while task 0; got the end of 3"):
         list(worker_processes(2)(die, [f"task {number}" for number in range(5)]))
-
-
-def fail_or_hang(number):
-    if number == 0:
-        raise DataError("a row", expected="one that is right", got="another", remedy="Correct it.")
-    time.sleep(60)
-
-
-def test_an_error_ends_processes_that_prepare_where_they_stand():
-    start = time.monotonic()
-    with pytest.raises(DataError, match="a row"):
-        list(worker_processes(2)(fail_or_hang, range(4)))
-    assert time.monotonic() - start < 30, "waited for a task of 60 s that nobody needs"
-
-
-def test_processes_that_stop_before_they_have_a_task_are_an_error(monkeypatch):
     start = workers._start
 
     def stopping(*arguments):
@@ -101,24 +102,6 @@ def test_processes_that_stop_before_they_have_a_task_are_an_error(monkeypatch):
     monkeypatch.setattr(workers, "_LOOK_SECONDS", 0.1)
     with pytest.raises(RankError, match=r"a process that begins task 0 in 0\.3 s"):
         list(worker_processes(2, timeout_seconds=0.3)(die, ["task 0", "task 1"]))
-
-
-def test_a_process_that_works_for_longer_than_the_time_out_is_waited_for():
-    assert list(worker_processes(2, timeout_seconds=0.1)(count_for, [0.5, 0.0])) == [0.5, 0.0]
-
-
-def count_for(seconds):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        sum(range(1000))
-    return seconds
-
-
-def test_prepare_of_changed_sources_begins_anew(tmp_path, killed):
-    with killed[0].path.open("a") as file:
-        file.write('{"text": "more"}\n')
-    prepare(killed, tmp_path / "out", processes=2)
-    assert content(load(tmp_path / "out")) == content(load(*killed))
 
 
 def test_prepare_again_takes_what_is_there_and_refuses_what_is_other(tmp_path):
@@ -141,6 +124,9 @@ def test_prepare_again_takes_what_is_there_and_refuses_what_is_other(tmp_path):
     with pytest.raises(OutputError, match="another folder or file"):
         prepare(sources, other, overwrite=True)
     assert (other / "mine.txt").read_text() == "mine"
+    writing = pytest.raises(OutputError, match=rf"process {os.getpid()} on .* is writing")
+    with try_lock(tmp_path / ".new.lock"), writing:
+        prepare(sources, tmp_path / "new")
 
 
 def test_a_folder_that_is_replaced_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -162,15 +148,6 @@ def test_a_folder_that_is_replaced_is_there_whole_or_not_at_all(tmp_path, monkey
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows-0.jsonl", "rows-1.jsonl"]
 
 
-def test_prepare_into_a_folder_that_another_process_writes_is_refused(tmp_path):
-    sources = write_sources(tmp_path, ROWS)
-    held = try_lock(tmp_path / ".out.lock")
-    with pytest.raises(OutputError, match=rf"process {os.getpid()} on .* is writing"):
-        prepare(sources, tmp_path / "out")
-    held.close()
-    prepare(sources, tmp_path / "out")
-
-
 def test_prepare_tells_all_bad_rows_of_all_shards_by_their_lines_as_loading_does(tmp_path):
     rows = [{"text": 1}, {"text": "a" * 300}, {"input_ids": [0.5]}, {"text": "b" * 300}, {"text": 2}, {"text": ""}]
     sources = write_sources(tmp_path, [rows, [{"txt": "a"}]], empty="error")
@@ -182,29 +159,10 @@ def test_prepare_tells_all_bad_rows_of_all_shards_by_their_lines_as_loading_does
         prepare(sources, tmp_path / "out")
     assert str(preparing.value) == str(loading.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_prepare_names_bad_rows_of_a_folder_by_their_own_file_and_line(tmp_path):
-    (tmp_path / "rows").mkdir()
-    for name, texts in {"a": ["x"] * 5, "b": ["y", 1], "c": ["z", "z", 2]}.items():
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (tmp_path / "rows" / f"{name}.jsonl").write_text(lines)
+    write_sources(tmp_path / "rows", [[{"text": "x"}] * 5, [{"text": "y"}, {"text": 1}], [{"text": 2}]])
     with pytest.raises(Problems) as caught:
         prepare([DataSource(path=tmp_path / "rows")], tmp_path / "out", processes=2)
-    assert [Path(each.where).name for each in caught.value.problems] == ["b.jsonl:2", "c.jsonl:3"]
-
-
-def test_prepare_of_a_file_that_changes_meanwhile_is_refused(tmp_path, monkeypatch):
-    sources = write_sources(tmp_path, ROWS)
-
-    def changing(*row):
-        with sources[0].path.open("a") as file:
-            file.write('{"text": "more"}\n')
-        return row_digest(*row)
-
-    monkeypatch.setattr("lengthwise.data.tokens.row_digest", changing)
-    with pytest.raises(DataError, match="does not change"):
-        prepare(sources, tmp_path / "out")
+    assert [Path(each.where).name for each in caught.value.problems] == ["rows-1.jsonl:2", "rows-2.jsonl:1"]
 
 
 def test_prepare_without_its_tokenizer_takes_ids_and_refuses_text(tmp_path):
@@ -217,23 +175,24 @@ def test_prepare_without_its_tokenizer_takes_ids_and_refuses_text(tmp_path):
         prepare(sources, tmp_path / "out", name=missing, tokenizer=lambda: load_tokenizer(missing))
 
 
-def test_prepare_of_a_store_of_nothing_and_of_missing_files_is_refused(tmp_path):
-    sources = write_sources(tmp_path, [[{"text": "a"}], [{"text": ""}]])
-    prepare(sources[:1], tmp_path / "store")
-    with pytest.raises(DataError, match="data to prepare; got prepared data"):
-        prepare([DataSource(path=tmp_path / "store")], tmp_path / "out")
-    with pytest.raises(DataError, match=r"at least one sequence; got none \(left out: 1 empty\)"):
-        prepare(sources[1:], tmp_path / "out")
-    sources[0].path.unlink()
-    with pytest.raises(DataError, match="a regular file"):
-        prepare(sources, tmp_path / "out")
+def test_sources_that_cannot_be_prepared_are_refused_and_weights_are_those_of_stores(tmp_path, monkeypatch):
+    def changing(*row):
+        with first.path.open("a") as file:
+            file.write('{"text": "more"}\n')
+        return row_digest(*row)
 
-
-def test_prepare_of_weighted_sources_is_refused_and_their_stores_are_weighed(tmp_path):
-    sources = write_sources(tmp_path, [[{"text": "a"}, {"text": "b"}], [{"text": "c"}]])
-    heavy = sources[0].model_copy(update={"weight": 3.0})
-    with pytest.raises(DataError, match=r"data\.0\.weight: expected no weight"):
-        prepare([heavy, sources[1]], tmp_path / "out")
-    prepare(sources[:1], tmp_path / "store")
-    mixed = load(DataSource(path=tmp_path / "store", weight=3.0), sources[1])
-    assert mixed.weights == load(heavy, sources[1]).weights == ((0, 3.0), (2, 1.0))
+    first, empty = write_sources(tmp_path, [[{"text": "a"}], [{"text": ""}]])
+    prepare([first], tmp_path / "store")
+    heavy, gone = first.model_copy(update={"weight": 3.0}), DataSource(path=tmp_path / "gone")
+    monkeypatch.setattr("lengthwise.data.tokens.row_digest", changing)
+    for sources, said in (
+        ([DataSource(path=tmp_path / "store")], "data to prepare; got prepared data"),
+        ([empty], r"at least one sequence; got none \(left out: 1 empty\)"),
+        ([gone], "a regular file"),
+        ([heavy], r"data\.0\.weight: expected no weight"),
+        ([first], "does not change"),
+    ):
+        with pytest.raises(DataError, match=said):
+            prepare(sources, tmp_path / "out")
+    weighed = load(DataSource(path=tmp_path / "store", weight=3.0), tmp_path / "store")
+    assert weighed.weights == ((0, 3.0), (1, 1.0))

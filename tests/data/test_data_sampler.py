@@ -15,28 +15,27 @@ from lengthwise.data.dataset import DatasetBuilder
 from lengthwise.data.sampler import epoch_order
 
 
-def dataset_of(lengths):
+def dataset_of(*sources):
+    """Rows of these lengths, of sources (weight, lengths); a row of no token is left out."""
     builder = DatasetBuilder()
-    builder.start_source("data.0", "train.jsonl", None)
-    for length in lengths:
-        builder.add(np.zeros(length, dtype=np.int32), None) if length else builder.skip("empty")
+    for weight, lengths in sources:
+        builder.start_source("data.0", "train.jsonl", None, weight)
+        for length in lengths:
+            builder.add(np.zeros(length, dtype=np.int32), None) if length else builder.skip("empty")
     return builder.finish()
 
 
-def weighted(sources, *, seed=0, epochs=None, steps=None, sequences=3):
-    """Batches of sources, each a weight and a number of rows."""
-    builder = DatasetBuilder()
-    for weight, rows in sources:
-        builder.start_source("data.0", "train.jsonl", None, weight)
-        for row in range(rows):
-            builder.add(np.zeros(row + 1, dtype=np.int32), None) if row % 5 != 4 else builder.skip("empty")
-    batch = GlobalBatch(sequences=sequences)
-    return Batches(builder.finish(), SimpleNamespace(seed=seed, steps=steps, epochs=epochs, global_batch=batch))
-
-
-def batches_of(lengths, *, steps=None, epochs=None, seed=0, **batch):
+def batches_of(lengths, *others, steps=None, epochs=None, seed=0, weight=1.0, **batch):
     config = SimpleNamespace(seed=seed, steps=steps, epochs=epochs, global_batch=GlobalBatch(**batch))
-    return Batches(dataset_of(lengths), config)
+    return Batches(dataset_of((weight, lengths), *others), config)
+
+
+def weighted(sources, **keys):
+    """Batches of three from sources, each a weight and a number of rows."""
+    (weight, first), *others = (
+        (weight, [0 if row % 5 == 4 else row + 1 for row in range(rows)]) for weight, rows in sources
+    )
+    return batches_of(first, *others, weight=weight, sequences=3, **keys)
 
 
 @given(ids=st.sets(st.integers(0, 2**40), max_size=50), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 10**9))
@@ -95,31 +94,26 @@ def test_batches_of_steps_start_like_those_of_epochs(lengths, batch, steps):
     assert taken == whole[:steps]
 
 
+def assert_steps_of_zero(batches, values):
+    """Those that a walk finds: their number and the first."""
+    walked = [(each.step, each.epoch, each.ids.tolist()) for each in batches if not values[each.ids].sum()]
+    first, number = batches.steps_of_zero(values)
+    assert number == len(walked)
+    assert (first and (first.step, first.epoch, first.ids.tolist())) == (walked[0] if walked else None)
+
+
 @given(
     lengths=LENGTHS, batch=BATCH, ends=st.sampled_from([{"steps": 1}, {"steps": 37}, {"epochs": 3}]), draw=st.randoms()
 )
 def test_steps_of_zero_are_those_that_a_walk_finds(lengths, batch, ends, draw):
-    batches = batches_of(lengths, **ends, **batch)
-    values = np.array([draw.choice((0, 0, 0, 5)) for _ in lengths])
-    walked = [each for each in batches if not values[each.ids].sum()]
-    first, number = batches.steps_of_zero(values)
-    assert number == len(walked)
-    assert (first is None) == (not walked)
-    if first is not None:
-        assert (first.step, first.epoch, first.ids.tolist()) == (
-            walked[0].step, walked[0].epoch, walked[0].ids.tolist()
-        )  # fmt: skip
+    assert_steps_of_zero(batches_of(lengths, **ends, **batch), np.array([draw.choice((0, 0, 0, 5)) for _ in lengths]))
 
 
 @pytest.mark.parametrize("ends", [{"steps": 7}, {"epochs": 60}])
 def test_steps_of_zero_pass_over_epochs_that_take_no_row(ends):
     batches = weighted([(0.05, 3)], **ends)
     assert not len(batches.order(0))
-    values = np.array([0, 1, 0])
-    walked = [each for each in batches if not values[each.ids].sum()]
-    first, number = batches.steps_of_zero(values)
-    assert number == len(walked) > 0
-    assert (first.step, first.epoch, first.ids.tolist()) == (walked[0].step, walked[0].epoch, walked[0].ids.tolist())
+    assert_steps_of_zero(batches, np.array([0, 1, 0]))
 
 
 def test_batches_may_be_iterated_again_and_stopped_early():
@@ -140,17 +134,17 @@ def test_batches_may_be_iterated_again_and_stopped_early():
 )
 def test_fits_names_five_sequences_and_says_what_would_hold_them(lengths, named, said):
     limits = {"ranks": 3, "capacity_tokens": 4}
-    check_fits(dataset_of([1, 0, 12]), **limits)
+    check_fits(dataset_of((1, [1, 0, 12])), **limits)
     with pytest.raises(LengthwiseError) as caught:
-        check_fits(dataset_of(lengths), **limits)
+        check_fits(dataset_of((1, lengths)), **limits)
     assert all(part in str(caught.value) for part in said.split("|")), str(caught.value)
     assert str(caught.value).count("train.jsonl:") == named
 
 
 def test_positions_name_the_table_and_the_sequence():
-    check_positions(dataset_of([1, 0, 12]), positions=12)
+    check_positions(dataset_of((1, [1, 0, 12])), positions=12)
     with pytest.raises(DataError) as caught:
-        check_positions(dataset_of([1, 0, 13]), positions=12)
+        check_positions(dataset_of((1, [1, 0, 13])), positions=12)
     for part in ("2 (train.jsonl:3, 13 tokens)", "max_position_embeddings", "max_tokens: 12"):
         assert part in str(caught.value)
 
@@ -182,13 +176,8 @@ def test_weights_say_how_often_epochs_take_a_row(sources, seed, epochs):
     assert sum(map(len, orders)) == sum(1 for order in orders for row in order if 0 <= row < first)
 
 
-def test_weights_of_one_are_no_weights():
-    plain, one = batches_of([1, 2, 3, 4, 0, 1], epochs=2, sequences=2), weighted([(1.0, 4), (1.0, 2)], epochs=2)
-    assert plain.order(1).tolist() == [row for row in one.order(1).tolist() if row != 4]
-    assert one.most_copies == 1
-
-
 def test_weights_that_give_no_row_are_refused():
     with pytest.raises(DataError, match="none in 2, by their weights"):
         weighted([(0.001, 1)], epochs=2)
     assert next(iter(weighted([(0.001, 1)], steps=2))).ids.tolist() == [0]
+    assert weighted([(1.0, 4), (1.0, 2)], epochs=2).most_copies == 1

@@ -1,4 +1,4 @@
-"""Folders of text files and the Python standard library: order, what is left out, files that misbehave."""
+"""Files, folders, datasets by name and the Python standard library: order, what is left out, files that misbehave."""
 
 import gzip
 import json.scanner
@@ -7,51 +7,82 @@ from pathlib import Path
 
 import pytest
 
-from data.stores import prepare
+from data.stores import content, load, prepare
 from lengthwise.config import DataSource
 from lengthwise.core.errors import DataError, Problems
 from lengthwise.data import ByteTokenizer, load_dataset
 from lengthwise.data.sources import row_file
 
 
-def tokens_of(dataset, row):
-    return dataset.read(row, 0, int(dataset.lengths[row]))[0]
-
-
-def load(*sources, tokenizer=ByteTokenizer):
-    return load_dataset(sources, tokenizer=tokenizer, vocab_size=None)
+def texts_of(dataset):
+    rows = range(dataset.num_rows)
+    return [bytes(dataset.read(row, 0, int(dataset.lengths[row]))[0].tolist()) for row in rows]
 
 
 def names(dataset):
     return [dataset.name(row) for row in range(dataset.num_rows)]
 
 
-def test_folder_is_one_document_a_file_in_path_order(tmp_path):
-    for name in ("b.txt", "a/z.txt", "a.txt", "a/b/c.py", ".hidden", ".git/config"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(name.encode() + b"\r\n")
-    dataset = load(DataSource(path=tmp_path))
-    assert names(dataset) == ["a.txt", "a/b/c.py", "a/z.txt", "b.txt"]
-    assert bytes(tokens_of(dataset, 1).tolist()) == b"a/b/c.py\r\n"
+def write_files(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(text if isinstance(text, bytes) else text.encode())
 
 
-def test_folder_of_rows_beside_texts_is_taken_for_neither(tmp_path):
-    (tmp_path / "shard.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "notes.txt").write_text("b")
-    with pytest.raises(DataError, match=r"shard\.jsonl.*1 other \(notes\.txt\).*source of its own"):
-        load(DataSource(path=tmp_path))
+def test_folder_is_one_document_a_file_in_path_order_and_nothing_that_is_hidden_or_elsewhere(tmp_path):
+    texts, others = ("a.txt", "a/b/c.py", "a/z.txt", "b.txt"), (".hidden", ".git/config")
+    write_files(tmp_path / "texts", {name: f"{name}\r\n" for name in (*reversed(texts), *others)})
+    write_files(tmp_path / "outside", {"secret": "x"})
+    (tmp_path / "texts/link").symlink_to(tmp_path / "outside/secret")
+    (tmp_path / "texts/folder").symlink_to(tmp_path / "outside")
+    os.mkfifo(tmp_path / "texts/pipe")
+    (tmp_path / "named").symlink_to(tmp_path / "texts")
+    dataset = load(tmp_path / "named")
+    assert tuple(names(dataset)) == texts
+    assert texts_of(dataset) == [f"{name}\r\n".encode() for name in texts]
 
 
 def test_folder_of_rows_is_its_files_in_order(tmp_path):
     folder = tmp_path / "shards"
-    (folder / "b").mkdir(parents=True)
-    (folder / "b" / "0.jsonl").write_text('{"text": "c"}\n')
-    (folder / "a-1.jsonl.gz").write_bytes(gzip.compress(b'{"text": "b"}\n'))
-    (folder / "a-0.jsonl").write_text('{"text": "a"}\n{"text": "aa"}\n')
-    (folder / "README.md").write_text("# Shards")
-    dataset = load(DataSource(path=folder))
+    rows = {"b/0.jsonl": '{"text": "c"}\n', "a-1.jsonl.gz": gzip.compress(b'{"text": "b"}\n')}
+    write_files(folder, {**rows, "a-0.jsonl": '{"text": "a"}\n{"text": "aa"}\n', "README.md": "# Shards"})
+    dataset = load(folder)
     assert names(dataset) == ["shards/a-0.jsonl:1", "shards/a-0.jsonl:2", "shards/a-1.jsonl.gz:1", "shards/b/0.jsonl:1"]
-    assert [bytes(tokens_of(dataset, row).tolist()) for row in range(4)] == [b"a", b"aa", b"b", b"c"]
+    assert texts_of(dataset) == [b"a", b"aa", b"b", b"c"]
+
+
+ROW, README = '{"text": "a"}\n', {"README.md": "# Data"}
+
+
+@pytest.mark.parametrize(
+    ("files", "named", "said"),
+    [
+        ({}, "", "a folder without any"),
+        ({"shard.jsonl": ROW, "notes.txt": "b"}, "", r"shard\.jsonl.*1 other \(notes\.txt\).*source of its own"),
+        ({"a.json": '[{"text": "a"}]', **README}, "", r"a\.json: .*rows of JSON.*source of its own"),
+        ({"a.json": '[\n  {\n    "id": "1",\n    "conversations": []\n  }\n]', **README}, "", "rows of JSON"),
+        ({"a.json": '{"input_ids": [1]}\n{"input_ids": [2]}\n', **README}, "", "rows of JSON"),
+        ({"\udcff": b"\xfe"}, "", r"\\udcff"),
+        ({}, "pipe", "a regular file; got something else"),
+        ({"$LENGTHWISE_NAME.jsonl": ROW, "other.jsonl": ROW}, "$LENGTHWISE_NAME.jsonl", "a path without ::"),
+        ({"a::b.jsonl": ROW}, "a::b.jsonl", "a path without :: and names of variables"),
+        ({"shifted.csv": "text,id\na,b,c\n"}, "shifted.csv", "names that differ"),
+        ({"lost.csv": "text,text\na,b\n"}, "lost.csv", "names that differ"),
+    ],
+)
+def test_files_that_are_no_rows_and_no_texts_are_refused(tmp_path, monkeypatch, files, named, said):
+    monkeypatch.setenv("LENGTHWISE_NAME", "other")
+    write_files(tmp_path, files)
+    if named == "pipe":
+        os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=said):
+        load(tmp_path / named)
+
+
+def test_csv_may_have_a_byte_order_mark_and_a_long_header(tmp_path):
+    header = ",".join(["text", *map(str, range(2000))])
+    write_files(tmp_path, {"train.csv": f"\ufeff{header}\n" + ",".join(["a"] * 2001) + "\n"})
+    assert load(tmp_path / "train.csv").num_rows == 1
 
 
 @pytest.mark.parametrize("prepared", [False, True])
@@ -70,55 +101,14 @@ def test_bad_rows_are_left_out_and_counted_only_when_told(tmp_path, prepared):
     assert plain.lengths.tolist() == [0, 1, 0, 0, 0, 0, 1, 0]
     assert plain.skipped == {"bad": 6}
     assert plain.name(6) == "rows.jsonl:7"
-
-
-def test_bad_rows_skipped_are_no_leave_for_empty_and_long_ones(tmp_path):
-    path = tmp_path / "rows.jsonl"
     path.write_text('{"text": "abc"}\n{"text": ""}\n{"text": 1}\n')
-    with pytest.raises(Problems) as caught:
+    with pytest.raises(Problems) as caught:  # no leave for empty and long ones
         load(DataSource(path=path, bad_rows="skip", max_tokens=2))
     assert [each.where.rpartition(":")[2] for each in caught.value.problems] == ["1", "2"]
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        '[{"text": "a"}]',
-        '[\n  {\n    "id": "1",\n    "conversations": []\n  }\n]',
-        '{"input_ids": [1]}\n{"input_ids": [2]}\n',
-    ],
-)
-def test_folder_of_rows_in_a_json_file_is_not_taken_for_text(tmp_path, content):
-    (tmp_path / "train.json").write_text(content)
-    (tmp_path / "README.md").write_text("# Data")
-    with pytest.raises(DataError, match=r"train\.json: .*rows of JSON.*source of its own"):
-        load(DataSource(path=tmp_path))
-
-
-def test_folder_links_are_left_out_but_the_named_folder_may_be_one(tmp_path):
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "secret").write_text("x")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a").write_text("a")
-    (tmp_path / "texts" / "link").symlink_to(tmp_path / "outside" / "secret")
-    (tmp_path / "texts" / "folder").symlink_to(tmp_path / "outside")
-    (tmp_path / "named").symlink_to(tmp_path / "texts")
-    assert names(load(DataSource(path=tmp_path / "named"))) == ["a"]
-
-
-def test_folder_pipes_are_left_out_and_a_named_one_is_refused(tmp_path):
-    (tmp_path / "a").write_text("a")
-    os.mkfifo(tmp_path / "pipe")
-    assert names(load(DataSource(path=tmp_path))) == ["a"]
-    with pytest.raises(DataError, match="a regular file; got something else"):
-        load(DataSource(path=tmp_path / "pipe"))
-
-
 def test_folder_bad_and_empty_files_come_together_or_are_left_out(tmp_path):
-    with pytest.raises(DataError, match="a folder without any"):
-        load(DataSource(path=tmp_path))
-    for name, raw in (("a", b"ok\x80"), ("b", b""), ("c", b"fine")):
-        (tmp_path / name).write_bytes(raw)
+    write_files(tmp_path, {"a": b"ok\x80", "b": b"", "c": b"fine"})
     with pytest.raises(Problems) as caught:
         load(DataSource(path=tmp_path))
     first, second = caught.value.problems
@@ -128,23 +118,6 @@ def test_folder_bad_and_empty_files_come_together_or_are_left_out(tmp_path):
     dataset = load(DataSource(path=tmp_path, bad_rows="skip", empty="skip"))
     assert dataset.ids.tolist() == [2]
     assert dataset.skipped == {"bad": 1, "empty": 1}
-
-
-def test_folder_file_name_that_is_no_utf8_can_be_told(tmp_path):
-    path = os.fsencode(tmp_path) + b"/\xff"
-    with open(path, "wb") as file:
-        file.write(b"\xfe")
-    with pytest.raises(DataError, match=r"\\udcff"):
-        load(DataSource(path=tmp_path))
-
-
-@pytest.mark.parametrize("name", ["$LENGTHWISE_NAME.jsonl", "a::b.jsonl"])
-def test_file_of_rows_whose_name_the_library_would_change_is_refused(tmp_path, monkeypatch, name):
-    monkeypatch.setenv("LENGTHWISE_NAME", "other")
-    for each in (name, "other.jsonl"):
-        (tmp_path / each).write_text('{"text": "a"}\n')
-    with pytest.raises(DataError, match="a path without :: and names of variables"):
-        load(DataSource(path=tmp_path / name))
 
 
 def test_file_without_permission_is_refused(tmp_path, monkeypatch):
@@ -188,18 +161,8 @@ def test_replaced_file_of_the_same_time_is_copied_anew(tmp_path):
     assert found == ['{"text": "old"}\n', '{"text": "new"}\n']
 
 
-@pytest.mark.parametrize("content", ["text,id\na,b,c\n", "text,text\na,b\n"], ids=["shifted", "lost"])
-def test_csv_whose_fields_have_no_names_of_their_own_is_refused(tmp_path, content):
-    path = tmp_path / "train.csv"
-    path.write_text(content)
-    with pytest.raises(DataError, match="names that differ"):
-        load(DataSource(path=path))
-
-
 def test_sources_number_their_rows_one_after_another(tmp_path):
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a").write_text("aaa")
-    (tmp_path / "rows.jsonl").write_text('{"text": "b"}\n{"text": "cc"}\n')
+    write_files(tmp_path, {"texts/a": "aaa", "rows.jsonl": '{"text": "b"}\n{"text": "cc"}\n'})
     dataset = load(
         DataSource(path=tmp_path / "rows.jsonl"),
         DataSource(path=tmp_path / "texts"),
@@ -219,11 +182,35 @@ def test_stdlib_is_the_library_without_its_tests():
     assert all(name.endswith(".py") for name in found)
     assert 300 < len(dataset.ids) == dataset.num_rows - dataset.skipped["too long"] - dataset.skipped["empty"]
     assert dataset.lengths.max() <= 8192
-    row = found.index("json/scanner.py")
-    assert bytes(tokens_of(dataset, row).tolist()) == Path(json.scanner.__file__).read_bytes()
+    assert texts_of(dataset)[found.index("json/scanner.py")] == Path(json.scanner.__file__).read_bytes()
 
 
-def test_csv_may_have_a_byte_order_mark_and_a_long_header(tmp_path):
-    path, header = tmp_path / "train.csv", ",".join(["text", *map(str, range(2000))])
-    path.write_text(f"\ufeff{header}\n" + ",".join(["a"] * 2001) + "\n", encoding="utf-8")
-    assert load(DataSource(path=path)).num_rows == 1
+def source(**keys):
+    return DataSource.model_validate({"dataset": "org/name", "split": "train", **keys})
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_dataset_has_the_rows_of_its_split(hub, split):
+    found = load(source(split=split))
+    assert content(found)["rows"] == content(load(hub / f"{split}.jsonl"))["rows"]
+    assert found.name(1) == f"org/name:{split}:2"
+
+
+def test_a_dataset_may_be_files_of_a_kind(tmp_path):
+    for name in "ab":
+        (tmp_path / f"{name}.csv").write_text(f"text,id\n{name},1\n")
+    found = load(source(dataset="csv", data_files=[str(tmp_path / "*.csv")]))
+    assert [found.read(row, 0, 9)[0].tolist() for row in found.ids] == [[97], [98]]
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"split": "nope"}, "org/name:nope: expected a dataset that `datasets` can load; got .*nope"),
+        ({"subset": "other"}, "org/name:other:train: .*other"),
+        ({"dataset": "nobody/nothing"}, "nobody/nothing:train: .*reach the hub once"),
+    ],
+)
+def test_what_the_library_does_not_find_is_told_in_its_words(hub, keys, told):
+    with pytest.raises(DataError, match=told):
+        load(source(**keys))

@@ -65,7 +65,6 @@ def test_store_of_rows_that_are_not_asked_for_is_refused_by_their_source(tmp_pat
         load(store, max_tokens=400)
     with pytest.raises(DataError, match=r"below the model's 255; got id 255 in row 6 \(rows-1\.jsonl:1\)"):
         load(store, vocab_size=255)
-    (tmp_path / "short").mkdir()
     prepare(write_sources(tmp_path / "short", ROWS, max_tokens=3, too_long="skip"), tmp_path / "left")
     assert load(tmp_path / "left", max_tokens=3).skipped == {"empty": 1, "too long": 1}
     with pytest.raises(DataError, match="prepared data that left out 1 rows of more than 3"):
@@ -79,11 +78,9 @@ def arrow_of(folder):
 @pytest.mark.parametrize("change", ["cut", "longer", "gone", "link", "number", "name"])
 def test_store_with_a_damaged_or_missing_file_is_refused_by_name(store, change):
     part, made = arrow_of(store), store / NAME
-    values, expected = json.loads(made.read_text()), part.name
-    if change == "cut":
-        part.write_bytes(part.read_bytes()[:-1])
-    elif change == "longer":
-        part.write_bytes(part.read_bytes() + b"\0")
+    values, expected, raw = json.loads(made.read_text()), part.name, part.read_bytes()
+    if change in ("cut", "longer"):
+        part.write_bytes(raw[:-1] if change == "cut" else raw + b"\0")
     elif change == "gone":
         part.unlink()
     elif change == "link":
@@ -126,7 +123,10 @@ LISTS = {"ids": [1, 2, 3, 1, 2, 3], "labels": [-100, 4, 5], "weights": [0.5, 0, 
 @pytest.mark.parametrize("opened", [False, True])
 def test_store_whose_tokens_changed_is_named_with_the_row_that_is_read(weighed, part, opened):
     dataset = load(weighed)
+    assert list(wrong_rows(weighed, lambda _row: None)) == []
     path = flip(weighed, LISTS[part], "<f4" if part == "weights" else "<i4")
+    (found,) = wrong_rows(weighed, lambda _row: None)
+    assert (found.where, found.expected.count("rows-0.jsonl:")) == (str(path), 1)
     dataset, row = dataset if opened else load(weighed), 2 if part == "weights" else 1
     assert dataset.read(0, 0, 3)[0].tolist() == [1, 2, 3]
     for read in (dataset.read, dataset.read_weights):
@@ -146,9 +146,7 @@ def test_store_whose_other_columns_changed_is_refused(weighed, values, kind):
 
 
 @pytest.mark.parametrize(
-    "changed",
-    [{"data": "0" * 64}, {"origins": []}, {"sha256": None}, {"schema": "lengthwise.prepared/0"}],
-    ids=lambda changed: next(iter(changed)),
+    "changed", [{"data": "0" * 64}, {"origins": []}, {"sha256": None}, {"schema": "lengthwise.prepared/0"}], ids=str
 )
 def test_store_whose_description_changed_is_refused_with_what_to_do(store, changed):
     made = store / NAME
@@ -156,6 +154,12 @@ def test_store_whose_description_changed_is_refused_with_what_to_do(store, chang
     with pytest.raises(DataError, match="lengthwise prepare") as caught:
         load(store)
     assert caught.value.where == str(made)
+    made.rename(store / "lengthwise-store.json")
+    with pytest.raises(DataError, match=r"an earlier one .*lengthwise prepare SOURCES --out"):
+        load(store)
+    (store / "lengthwise-store.json").unlink()
+    with pytest.raises(DataError, match="data that is being prepared"):
+        load(store.rename(store.with_name("store.unfinished")))
 
 
 def test_store_is_a_dataset_of_the_library_whose_rows_a_loop_takes(weighed):
@@ -177,52 +181,24 @@ def test_store_that_is_replaced_while_it_is_open_stays_what_it_was(tmp_path):
     assert content(dataset) == expected
 
 
-def test_store_verified_names_each_file_with_a_row_that_is_not_what_was_written(weighed):
-    assert list(wrong_rows(weighed, lambda _row: None)) == []
-    path = flip(weighed, LISTS["labels"])
-    (found,) = wrong_rows(weighed, lambda _row: None)
-    assert (found.where, "rows-0.jsonl:2" in found.expected) == (str(path), True)
-
-
-def test_store_that_is_not_finished_or_of_an_earlier_version_is_refused(store):
-    (store / NAME).rename(store / "lengthwise-store.json")
-    with pytest.raises(DataError, match=r"an earlier one .*lengthwise prepare SOURCES --out"):
-        load(store)
-    (store / "lengthwise-store.json").unlink()
-    unfinished = store.rename(store.with_name("store.unfinished"))
-    with pytest.raises(DataError, match="data that is being prepared"):
-        load(unfinished)
-
-
-@pytest.fixture
-def tokenizers(tmp_path):
-    """A tokenizer, one of another vocabulary, and one of another template: folders."""
-    plain, words = "{% for m in messages %}{{ m.content }} <end> {% endfor %}", ["<unk>", "a", "b", "<end>"]
-    others = {"one": (words, plain), "words": ([*words, "c"], plain), "template": (words, "b " + plain)}
-    return [save_words(tmp_path / name, some, template=written) for name, (some, written) in others.items()]
-
-
 @pytest.mark.parametrize("kind", ["text", "chat", "ids"])
-def test_store_of_another_tokenizer_or_template_is_refused_by_name(tmp_path, tokenizers, kind):
+def test_store_of_another_tokenizer_or_template_is_refused_by_name(tmp_path, kind):
+    plain, known = "{% for m in messages %}{{ m.content }} <end> {% endfor %}", ["<unk>", "a", "b", "<end>"]
+    others = {"one": (known, plain), "words": ([*known, "c"], plain), "template": (known, "b " + plain)}
+    one, words, template = (save_words(tmp_path / name, each, template=of) for name, (each, of) in others.items())
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     rows = {"text": {"text": "a b"}, "chat": {"messages": messages}, "ids": {"input_ids": [1, 2]}}
     sources = write_sources(tmp_path, [[rows[kind]]])
-    one, words, template = tokenizers
     prepare(sources, tmp_path / "store", name=one, tokenizer=lambda: load_tokenizer(one))
-    copy = shutil.copytree(one, tmp_path / "copy")
-    assert content(load(tmp_path / "store", tokenizer=lambda: load_tokenizer(str(copy)))) == content(
-        load(*sources, tokenizer=lambda: load_tokenizer(one))
-    )
-    refused = {
-        "text": {words: "the tokenizer of"},
-        "chat": {words: "the tokenizer of", template: "the chat template of"},
-    }
-    for name in (words, template):
-        expected = refused.get(kind, {}).get(name)
-        if expected is None:
-            load(tmp_path / "store", tokenizer=lambda name=name: load_tokenizer(name))
+    copy = str(shutil.copytree(one, tmp_path / "copy"))
+    expected = content(load(*sources, tokenizer=lambda: load_tokenizer(one)))
+    refused = {words: "the tokenizer of", template: "the chat template of"}
+    taken = {"text": [copy, template], "chat": [copy], "ids": [copy, words, template]}[kind]
+    for name in (copy, words, template):
+        if name in taken:
+            assert content(load(tmp_path / "store", tokenizer=lambda name=name: load_tokenizer(name))) == expected
         else:
-            with pytest.raises(DataError, match=rf"{expected} {name} .*prepared with that of {one}"):
+            with pytest.raises(DataError, match=rf"{refused[name]} {name} .*prepared with that of {one}"):
                 load(tmp_path / "store", tokenizer=lambda name=name: load_tokenizer(name))
 
 

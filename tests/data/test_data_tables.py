@@ -84,11 +84,12 @@ def test_table_bad_row_is_refused(tmp_path, row, said):
     assert caught.value.where == f"{path}:1"
 
 
-def test_table_text_that_is_no_utf8_is_refused(tmp_path):
-    raw = pa.array([b"ok", b"ab\xff"], type=pa.binary()).view(pa.string())
-    parquet.write_table(pa.table({"text": raw}), tmp_path / "t")
-    with pytest.raises(DataError, match=r"UnicodeDecodeError.* byte 0xff") as caught:
-        load(tmp_path / "t")
+def test_table_without_rows_or_of_text_that_is_no_utf8_is_refused(tmp_path):
+    no_text = pa.array([b"ok", b"ab\xff"], type=pa.binary()).view(pa.string())
+    for text, said in ((pa.array([], type=pa.string()), "expected rows"), (no_text, r"UnicodeDecodeError.* byte 0xff")):
+        parquet.write_table(pa.table({"text": text}), tmp_path / "t")
+        with pytest.raises(DataError, match=said) as caught:
+            load(tmp_path / "t")
     assert caught.value.where == f"{tmp_path / 't'}, from row 1 on"
 
 
@@ -108,12 +109,6 @@ def test_a_file_of_zstandard_that_is_cut_far_behind_its_begin_is_refused(tmp_pat
         load(tmp_path / "rows.zst")
 
 
-def test_table_without_rows_is_refused(tmp_path):
-    parquet.write_table(pa.table({"text": pa.array([], type=pa.string())}), tmp_path / "t")
-    with pytest.raises(DataError, match="expected rows"):
-        load(tmp_path / "t")
-
-
 @pytest.mark.parametrize(
     ("files", "said"),
     [
@@ -131,11 +126,8 @@ def test_saved_dataset_that_is_not_whole_is_refused(tmp_path, files, said):
         load(tmp_path)
 
 
-def test_ctrl_c_that_the_library_wraps_stays_one():
+def test_errors_that_the_library_wraps_are_told_as_they_are():
     with pytest.raises(KeyboardInterrupt), library("a", "file"):
         raise datasets.exceptions.DatasetGenerationError from KeyboardInterrupt()
-
-
-def test_no_room_for_a_large_file_names_the_cache():
     with pytest.raises(DataError, match="expected room for a copy of a "), library("a", "file"):
         raise OSError(errno.EFBIG, "File too large")

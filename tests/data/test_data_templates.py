@@ -7,12 +7,13 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from data.stores import save_words
 from lengthwise.data import NO_LOSS, load_tokenizer
 from lengthwise.data.masked import encode_chat
 from lengthwise.data.messages import chat_of
-from lengthwise.data.templates import Template
 from lengthwise.data.tokenizer import HuggingFaceTokenizer
 from tiers import more
 
@@ -76,87 +77,54 @@ def test_null_content_is_no_text_and_a_call_without_content_the_call_alone_by_ev
     assert text == "<system> <end> <user> <end> <assistant> b <end>"
 
 
-def test_the_word_none_of_a_row_stays(encode):
-    call = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "f", "arguments": {"x": "None"}}}],
-    }
+@pytest.mark.parametrize("form", ["not tested", "calls where null", "parts"])
+def test_the_word_none_of_a_row_stays(encode, form):
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "None"}}}]}
     rows = [{"role": "user", "content": "None"}, call, {"role": "tool", "content": "null"}, ANSWER]
-    for source in (NOT_TESTED, IF_NULL):
-        text, _ = encode({"messages": rows}, source)
-        assert text == '<user> None <end> <assistant> f {"x": "None"} <end> <tool> null <end> <assistant> b <end>'
-
-
-def test_a_template_of_parts_alone_is_given_parts_whatever_else_it_leaves_out(encode):
-    asked = {"role": "user", "content": "None"}
-    assert encode({"messages": [asked, {**ANSWER, "content": "null"}]}, OF_PARTS)[1] == "null <end>"
-    with pytest.warns(UserWarning, match="leaves out a tool call"):
-        text, _ = encode({"messages": [asked, {**CALL, "content": "b"}]}, OF_PARTS.replace(CALLS, ""))
-    assert text == "<user> None <end> <assistant> b <end>"
+    text, _ = encode({"messages": rows}, FORMS[form])
+    assert text == '<user> None <end> <assistant> f {"x": "None"} <end> <tool> null <end> <assistant> b <end>'
 
 
 LAST_THOUGHT = template(
     "{% if loop.last and m.reasoning_content %}<think> {{ m.reasoning_content }} </think> {% endif %}{{ m.content }} "
 )
+NO_SYSTEM = template("{{ m.content if m.role != 'system' }} ")
 THOUGHTS = [ASKED, {**ANSWER, "reasoning_content": "c"}, ASKED, {**ANSWER, "reasoning_content": "d"}]
+ANSWERED = {"messages": [ASKED, ANSWER]}
+CALLED_AND_SAID = {"messages": [ASKED, {**CALL, "content": "b"}]}
+LEFT_OUT = {  # a row, a template, what is said of it
+    "reasoning": ({"messages": THOUGHTS}, LAST_THOUGHT, "the reasoning of assistant messages (message 2)"),
+    "calls": (CALLED_AND_SAID, WITHOUT_CALLS, "a tool call of assistant messages (message 2)"),
+    "calls beside parts": (CALLED_AND_SAID, OF_PARTS.replace(CALLS, ""), "a tool call of assistant messages"),
+    "tools": ({**ANSWERED, "tools": [{"name": "f"}]}, NOT_TESTED, "the tools (column tools)"),
+    "values": ({**ANSWERED, "chat_template_kwargs": {"think": False}}, NOT_TESTED, "think (in chat_template_kwargs)"),
+    "system": ({**ANSWERED, "system": "s"}, NO_SYSTEM, "the content of system messages (message 1)"),
+    "ends": (ANSWERED, NOT_TESTED.replace("<end>", ""), "the end of turns of the assistant, without which a model"),
+}
 
 
-@pytest.mark.parametrize(
-    ("row", "source", "said"),
-    [
-        ({"messages": THOUGHTS}, LAST_THOUGHT, "the reasoning of assistant messages (message 2)"),
-        (
-            {"messages": [ASKED, {**CALL, "content": "b"}]},
-            WITHOUT_CALLS,
-            "a tool call of assistant messages (message 2)",
-        ),
-        ({"messages": [ASKED, ANSWER], "tools": [{"name": "f"}]}, NOT_TESTED, "the tools (column tools)"),
-        (
-            {"messages": [ASKED, ANSWER], "chat_template_kwargs": {"think": False}},
-            NOT_TESTED,
-            "think (in chat_template_kwargs)",
-        ),
-        (
-            {"messages": [ASKED, ANSWER], "system": "s"},
-            template("{{ m.content if m.role != 'system' }} "),
-            "the content of system messages (message 1)",
-        ),
-        (
-            {"messages": [ASKED, ANSWER]},
-            NOT_TESTED.replace("<end>", ""),
-            "the end of turns of the assistant, without which a model does not stop (write one into it) (message 2)",
-        ),
-    ],
-    ids=["reasoning", "calls", "tools", "values", "system", "ends"],
-)
-def test_what_a_template_leaves_out_is_said_once(encode, row, source, said):
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_what_a_template_leaves_out_is_said_once(encode, case):
+    row, source, said = LEFT_OUT[case]
     with pytest.warns(UserWarning, match="leaves out") as caught:
-        encode(row, source)
+        text, _ = encode(row, source)
     assert [str(each.message)[:30] for each in caught] == ["rows:1: the chat template of /"]
     assert said in str(caught[0].message)
+    assert text.endswith("b" if case == "ends" else "b <end>")
 
 
-@pytest.mark.parametrize(
-    ("row", "source", "said"),
-    [
-        ({"messages": [ASKED, CALL]}, EMPTY_MARKS, "an empty turn: .* leaves out a tool call of message 2"),
-        ({"messages": [ASKED, CALL]}, WITHOUT_CALLS, "an empty turn: .* leaves out a tool call of message 2"),
-        ({"messages": [ASKED, ANSWER]}, template("{{ m.text }} "), "an empty turn: .* the content of message 2"),
-        (
-            {"messages": [ASKED, ANSWER], "documents": [{"text": "d"}]},
-            NOT_TESTED,
-            '"documents", which the chat',
-        ),
-        (
-            {"messages": [ASKED, ANSWER], "chat_template_kwargs": {"notes": "d"}},
-            NOT_TESTED,
-            '"notes", which the chat template',
-        ),
-    ],
-    ids=["marked call", "call", "content", "documents", "values"],
-)
-def test_a_turn_of_which_nothing_is_learned_is_refused_with_its_reason(encode, row, source, said):
+REFUSED = {
+    "a call": ({"messages": [ASKED, CALL]}, WITHOUT_CALLS, "an empty turn: .* leaves out a tool call of message 2"),
+    "marked": ({"messages": [ASKED, CALL]}, EMPTY_MARKS, "an empty turn: .* leaves out a tool call of message 2"),
+    "content": (ANSWERED, template("{{ m.text }} "), "an empty turn: .* the content of message 2"),
+    "documents": ({**ANSWERED, "documents": [{"text": "d"}]}, NOT_TESTED, '"documents", which the chat'),
+    "values": ({**ANSWERED, "chat_template_kwargs": {"notes": "d"}}, NOT_TESTED, '"notes", which the chat'),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_turn_of_which_nothing_is_learned_is_refused_with_its_reason(encode, case):
+    row, source, said = REFUSED[case]
     with pytest.raises(ValueError, match=said):
         encode(row, source)
 
@@ -171,30 +139,20 @@ def test_values_of_a_row_reach_the_template(encode):
 
 def shipped():
     """Return the templates of TRL's, those of models and for training, by name."""
-    found = find_spec("trl")
-    assert found is not None
-    assert found.origin is not None
-    paths = sorted((Path(found.origin).parent / "chat_templates").glob("*.jinja"))
-    return {path.stem: path.read_text() for path in paths}
+    folder = Path(find_spec("trl").origin).parent / "chat_templates"
+    return {path.stem: path.read_text() for path in sorted(folder.glob("*.jinja"))}
 
 
-@pytest.fixture
-def letters():
-    """Return what makes a tokenizer of bytes, and of the tokens in angles that a template has."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    def make(source, eos="<eos>"):
-        special = sorted({*re.findall(r"<[|｜/a-zA-Z_][^<>\n\"'{} ]{0,30}>", source), "<bos>", "<eos>", "</s>"})
-        words = {word: number for number, word in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
-        inner = Tokenizer(models.BPE(vocab=words, merges=[]))
-        inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-        made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token=eos)
-        made.add_tokens(special, special_tokens=True)
-        made.chat_template = source
-        return made
-
-    return make
+def letters(source, eos="<eos>"):
+    """Return a tokenizer of bytes, and of the tokens in angles that a template has."""
+    special = sorted({*re.findall(r"<[|｜/a-zA-Z_][^<>\n\"'{} ]{0,30}>", source), "<bos>", "<eos>", "</s>"})
+    words = {word: number for number, word in enumerate([*special, *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    inner = Tokenizer(models.BPE(vocab=words, merges=[]))
+    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<bos>", eos_token=eos)
+    made.add_tokens(special, special_tokens=True)
+    made.chat_template = source
+    return made
 
 
 ENDS = {  # what models stop at, by the beginning of a template's name
@@ -220,9 +178,8 @@ CALLED = {"role": "assistant", "tool_calls": [{"type": "function", "id": "abcdef
 RESULT = {"role": "tool", "name": "f", "tool_call_id": "abcdefghi", "content": "FOUND"}
 SAID = [(role, f"{role[0].upper()}{number}END") for number in "123" for role in ("user", "assistant")]
 TURNS = [{"role": role, "content": text} for role, text in SAID]
-REASONED = [
-    turn if turn["role"] == "user" else {**turn, "reasoning_content": f"WHY{turn['content']}"} for turn in TURNS
-]
+WHY = [{"reasoning_content": f"WHY{turn['content']}"} if turn["role"] == "assistant" else {} for turn in TURNS]
+REASONED = [{**turn, **why} for turn, why in zip(TURNS, WHY, strict=True)]
 TALKS = {
     "one turn": TURNS[:2],
     "three turns": TURNS,
@@ -237,28 +194,23 @@ USUAL = ("qwen3", "qwen3_5_think", "gptoss", "glm4moe", "deepseekv3", "phi3", "n
 
 
 @pytest.mark.parametrize("name", [name if name in USUAL else more(name) for name in shipped()])
-def test_chats_of_a_family_have_a_loss_on_answers_and_their_ends_alone(letters, name):
+def test_chats_of_a_family_have_a_loss_on_answers_and_their_ends_alone(name):
     """Words that are in no other message show of whom a token is."""
     tokenizer = letters(shipped()[name], eos="</s>" if name.startswith("llava") else "<eos>")
     end = next(end for beginning, end in ENDS.items() if name.startswith(beginning))
     tools = [{"type": "function", "function": TOOL}]
+    refused = {}
     for of, turns in TALKS.items():
-        said, refusal = [], ""
+        said = []
         chat = chat_of({"messages": turns, **({"tools": tools} if "call" in of else {})}, "rows:1")
         try:
             ids, labels = encode_chat(tokenizer, chat, lambda *what, said=said: said.append(str(what)))
         except ValueError as error:
-            refusal = str(error)
-        if refusal:  # by templates without a system prompt, or without tools
-            refused = (
-                "a chat that the template refuses: (Template|Undefined)Error|an empty turn: the chat template leaves"
-            )
-            assert re.match(refused, refusal), of
-            assert of == "system" or "call" in of
+            refused[of] = str(error)
             continue
-        assert all(label in (NO_LOSS, token) for token, label in zip(ids, labels, strict=True))
         runs = list(runs_of(tokenizer, ids, labels))
         words = "\n".join(runs)
+        assert not ({"None", "null"} & set(re.findall(r"\w+", tokenizer.decode(ids)))), "of a call without content"
         for turn in turns:
             word = turn.get("content") or "PLACE"
             assert (word in words) == (turn["role"] == "assistant"), (of, turn, runs)
@@ -268,32 +220,23 @@ def test_chats_of_a_family_have_a_loss_on_answers_and_their_ends_alone(letters, 
         assert all("PLACE" in run for run in unended), (of, runs)
         assert bool(unended) == (name in ENDLESS and "call" in of), (of, runs)
         assert bool(unended) == ("without which a model does not stop" in str(said))
+    for of, why in refused.items():  # by templates without a system prompt, or without tools
+        assert re.match(r"a chat that the template refuses: |an empty turn: the chat template leaves", why), of
+        assert of == "system" or "call" in of
 
 
 def runs_of(tokenizer, ids, labels):
     """Yield the tokens of each part with a loss."""
+    assert all(label in (NO_LOSS, token) for token, label in zip(ids, labels, strict=True))
     for learned, part in groupby(zip(ids, labels, strict=True), key=lambda pair: pair[1] != NO_LOSS):
         if learned:
             yield tokenizer.decode([int(token) for token, _ in part])
 
 
-def test_an_end_that_no_template_writes_is_what_begins_the_next_message_and_ends_generation(letters):
+def test_an_end_that_no_template_writes_is_what_begins_the_next_message_and_ends_generation():
     tokenizer = letters(shipped()["glm4moe"])
     ids, labels = encode_chat(tokenizer, chat_of({"messages": TURNS[:4]}, "rows:1"))
     runs = list(runs_of(tokenizer, ids, labels))
     assert runs == [f"\n<think></think>\nA{number}END<|user|>" for number in "12"]
     ends = HuggingFaceTokenizer("glm", tokenizer.eos_token_id, tokenizer).special_ids()["eos_token_id"]
     assert tokenizer.convert_ids_to_tokens(ends) == ["<eos>", "<|user|>", "<|observation|>"]
-
-
-def test_no_template_of_a_family_writes_null(tmp_path):
-    words = ["<unk>", "None", "null", "dry"]
-    tokenizer = load_tokenizer(save_words(tmp_path / "tokenizer", words, bos_token="<unk>", eos_token="<unk>"))
-    call = {"type": "function", "id": "abcdefghi", "function": {"name": "f", "arguments": {"x": "y"}}}
-    turns = [ASKED, {**CALL, "content": None, "tool_calls": [call]}, {"role": "tool", "content": "c"}, ANSWER]
-    chat = chat_of({"messages": turns, "tools": [{"type": "function", "function": TOOL}]}, "rows:1")
-    sources = shipped()
-    for name in USUAL:
-        tokenizer.tokenizer.chat_template = sources[name]
-        text = Template.of(tokenizer.tokenizer, chat).fitted(chat.messages).text
-        assert not ({"None", "null"} & set(re.findall(r"\w+", text))), name

@@ -31,7 +31,9 @@ from lengthwise.core.trained import FAMILIES, family_refusal
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 SCRIPTS = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "\n    python benchmarks/" in path.read_text())
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 OTHERS = ("pip", "python3", "source", ".", "git", "cd", "export", "axolotl")  # of other people, not looked at
+FENCE = re.compile(r"^ *```(\w*)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
@@ -43,9 +45,18 @@ def name_of(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def words_of(page: Path) -> str:
+    return " ".join(page.read_text(encoding="utf-8").split())
+
+
+def is_shallow() -> bool:
+    asked = ["git", "-C", str(ROOT), "rev-parse", "--is-shallow-repository"]
+    return subprocess.run(asked, capture_output=True, text=True).stdout.strip() != "false"
+
+
 def blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield the language and the text of every fenced block."""
-    for match in re.finditer(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
+    for match in FENCE.finditer(text):
         yield match[1], textwrap.dedent(match[2])
 
 
@@ -58,7 +69,7 @@ def commands(text: str) -> Iterator[tuple[str, bool]]:
                     if command.strip():
                         yield command.strip(), True
     text = re.sub(r"`[^`]+`\s+at\s+commit [0-9a-f]{7}\b", "", text)  # an experiment of then, whose script is gone
-    for line in re.sub(r"^ *```\w*\n.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL).split("\n\n"):
+    for line in FENCE.sub("", text).split("\n\n"):
         for code in re.findall(r"`([^`]+)`", line):
             words = " ".join(code.split())
             if re.match(r"(lengthwise |make |pytest |torchrun |python (benchmarks/|examples/|-m lengthwise ))", words):
@@ -84,13 +95,11 @@ def refuse(command: str, *, whole: bool) -> None:
             refuse_verb(parsed.training_script_args, whole=whole)
         else:
             assert (ROOT / parsed.training_script).exists(), command
-    elif words[0] == "pytest":
-        assert (ROOT / words[1]).exists(), command
     elif words[:2] == ["python", "-m"]:
         assert words[2] in ("pytest", "lengthwise"), command
         if words[2] == "lengthwise":
             refuse_verb(words[3:], whole=whole)
-    elif words[0] == "python" and words[1].startswith("examples/"):
+    elif words[0] == "pytest" or (words[0] == "python" and words[1].startswith("examples/")):
         assert (ROOT / words[1]).exists(), command
     elif words[0] == "python":
         parse_benchmark(ROOT / words[1], words[2:])
@@ -101,7 +110,6 @@ def refuse(command: str, *, whole: bool) -> None:
 def refuse_verb(words: list[str], *, whole: bool) -> None:
     if words in (["--version"], ["--help"]):
         return
-    assert words, "lengthwise without a verb"
     assert words[0] in VERBS, f"lengthwise has no verb {words[0]}"
     if whole:
         read_command(words)
@@ -172,18 +180,12 @@ def test_benchmarks_have_a_page_that_says_how_it_was_made(script: Path) -> None:
 
 
 def test_commits_named_in_pages_are_in_the_history() -> None:
-    git = ["git", "-C", str(ROOT)]
-    shallow = subprocess.run([*git, "rev-parse", "--is-shallow-repository"], capture_output=True, text=True)
-    if shallow.stdout.strip() != "false":
+    if is_shallow():
         pytest.skip("no whole history here")
-    history = subprocess.run([*git, "log", "--format=%H"], capture_output=True, text=True, check=True).stdout.split()
-    named = {(page.name, each) for page in PAGES for each in re.findall(r"\bcommit ([0-9a-f]{7})\b", _plain(page))}
+    history = subprocess.check_output(["git", "-C", str(ROOT), "log", "--format=%H"], text=True).split()
+    named = {(page.name, each) for page in PAGES for each in re.findall(r"\bcommit ([0-9a-f]{7})\b", words_of(page))}
     assert named
     assert not sorted((page, each) for page, each in named if not any(one.startswith(each) for one in history))
-
-
-def _plain(page: Path) -> str:
-    return " ".join(page.read_text(encoding="utf-8").split())
 
 
 def check_block(page: Path, language: str, block: str) -> None:
@@ -257,8 +259,7 @@ def test_docs_site_shows_every_page() -> None:
 def test_docs_lists_and_tables_have_an_empty_line_before_them() -> None:
     wrong = []  # GitHub does without; the site would show one paragraph
     for page in PAGES:
-        fences = re.compile(r"^ *```\w*\n.*?^ *```$", re.MULTILINE | re.DOTALL)
-        for block in fences.sub("```", page.read_text(encoding="utf-8")).split("\n\n"):
+        for block in FENCE.sub("```", page.read_text(encoding="utf-8")).split("\n\n"):
             first, *rest = block.strip("\n").splitlines() or [""]
             is_free = re.match(r"- |\d+\. |\||<!--|    ", first)
             if not is_free and any(re.match(r"- |\d+\. |\|", line) for line in rest):
@@ -291,8 +292,7 @@ def test_docs_page_on_gpus_names_the_modules_that_changed_since_its_run(monkeypa
         hooks.with_changes("# GPUs")
     with pytest.raises(ValueError, match="git cannot compare with commit 0000000"):
         hooks.with_changes("<!-- changed since: 0000000 -->")
-    shallow = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--is-shallow-repository"], capture_output=True)
-    if shallow.stdout.strip() != b"false":
+    if is_shallow():
         pytest.skip("no whole history here")
     assert re.search(r"^- \*\*engine\*\*: .*`step`", hooks.with_changes(page), re.MULTILINE)
 
@@ -328,30 +328,26 @@ def test_docs_pictures_are_drawn_from_the_tables_as_they_are(name: str) -> None:
 
 
 def missing_files(text: str) -> list[str]:
-    text = re.sub(r"^ *```\w*\n.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    text = FENCE.sub("", text)
     named = re.findall(r"`([a-z0-9_./-]+\.(?:py|toml|txt)|(?:src|tests|benchmarks|examples)/[a-z0-9_./-]*)`", text)
     return [name for name in named if not any((root / name).exists() for root in (ROOT, ROOT / "src" / "lengthwise"))]
 
 
 def test_docs_readme_lists_what_planning_needs() -> None:
-    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
     others = {"torch", "transformers", "safetensors", "datasets", "pyarrow", "zstandard"}  # the last three read data
-    needed = {re.split(r"[>=<]", each)[0] for each in listed} - others
+    needed = {re.split(r"[>=<]", each)[0] for each in PYPROJECT["project"]["dependencies"]} - others
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     (named,) = re.findall(r"pip install --no-deps -e \. && pip install (.*)", readme)
     assert set(named.split()) == needed
 
 
 def test_docs_readme_names_the_versions_that_are_installed_and_the_least_ones() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = PYPROJECT["project"]
     extras = project["optional-dependencies"]
-    least = dict(
-        re.findall(r"([a-z]+)>=([\d.]+)", " ".join([*project["dependencies"], *extras["trl"], *extras["lora"]]))
-    )
-    pinned = dict(
-        re.findall(r"^([a-z]+)==(\S+)$", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
-    )
-    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    listed = " ".join([*project["dependencies"], *extras["trl"], *extras["lora"]])
+    least = dict(re.findall(r"([a-z]+)>=([\d.]+)", listed))
+    pinned = dict(re.findall(r"^([a-z]+)==(\S+)$", (ROOT / "constraints.txt").read_text("utf-8"), re.MULTILINE))
+    readme = words_of(ROOT / "README.md")
     assert f"Python {project['requires-python'].removeprefix('>=')} or later" in readme
     for package, name in (("torch", "torch"), ("transformers", "transformers"), ("trl", "TRL"), ("peft", "peft")):
         assert f"{name} from {least[package]}" in readme
@@ -361,7 +357,7 @@ def test_docs_readme_names_the_versions_that_are_installed_and_the_least_ones() 
 
 
 def test_docs_say_one_number_of_families() -> None:
-    text = " ".join(" ".join(page.read_text(encoding="utf-8") for page in PAGES).split())
+    text = " ".join(map(words_of, PAGES))
     assert set(re.findall(r"(\d+) (?:model families|are proved)", text)) == {str(len(FAMILIES))}
 
 
@@ -377,20 +373,15 @@ def test_docs_say_of_todays_models_what_the_code_does(page: str) -> None:
             assert attention == [attention_cell(re.findall(r"`(\w+)`", types))]
         for family in re.findall(r"`(\w+)`", types):
             refusal = family_refusal(AutoConfig.for_model(family).to_dict(), "model")
-            if trained.startswith("yes"):
-                assert refusal is None, family
-            else:
-                assert refusal is not None, family
+            assert (refusal is None) == trained.startswith("yes"), family
+            if refusal is not None:
                 assert "plain TRL" in trained, family
                 assert "plain TRL" in refusal.remedy, family
 
 
 def test_docs_architecture_lists_the_packages_in_the_order_that_lint_checks() -> None:
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
-    stacked = ([each.strip() for each in layer.split("|")] for layer in reversed(contracts[0]["layers"]))
-    layers = [each.removeprefix("lengthwise.") for layer in stacked for each in layer]
+    stacked = reversed(PYPROJECT["tool"]["importlinter"]["contracts"][0]["layers"])
+    layers = [each.strip().removeprefix("lengthwise.") for layer in stacked for each in layer.split("|")]
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     (table,) = re.findall(r"\| package \| what it is \|\n(.*?)\n\n", page, re.DOTALL)
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
@@ -402,7 +393,5 @@ def test_every_test_that_a_promise_names_is_there():
     named = re.findall(r"`([a-z_/]+\.py)::(test_\w+)`", page)
     assert len(named) > 30
     assert [each for each in named if f"\ndef {each[1]}(" not in (ROOT / "tests" / each[0]).read_text()] == []
-    rows = [line for line in page.splitlines() if line.startswith("|") and "---" not in line]
-    assert [
-        row for row in rows if "::test_" not in row and "*not yet*" not in row and row != "| promise | test |"
-    ] == []
+    rows = set(re.findall(r"^\|.*\|$", page, re.MULTILINE)) - {"|---|---|", "| promise | test |"}
+    assert [row for row in rows if "::test_" not in row and "*not yet*" not in row] == []

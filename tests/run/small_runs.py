@@ -77,6 +77,14 @@ def call(*arguments):
     return ended.value.code
 
 
+def told(capture, *arguments, status=0):
+    """Run the command, which ends with this status; return what it prints, and then its errors."""
+    assert call(*arguments) == status
+    out, err = capture.readouterr()
+    assert "Traceback" not in err
+    return out + err
+
+
 def job_of(path, overrides=(), ranks=1):
     """Return the job that a rank makes."""
     return read_start(path, overrides, ranks=ranks, timeout_seconds=60).job()
@@ -151,19 +159,13 @@ def model_of(output):
     return load_file(file)
 
 
-def assert_equal_runs(found, wanted, *, exactly=True):
-    assert steps_of(found) == steps_of(wanted)
+def assert_equal_runs(found, wanted, *, exactly=True, rows_of=steps_of):
+    assert rows_of(found) == rows_of(wanted)
     assert [row["step"] for row in read_lines(found / "metrics.jsonl")] == list(range(1, len(losses(wanted)) + 1))
     assert len(list((found / "plans").iterdir())) == len(losses(wanted))
     ours, theirs = model_of(found), model_of(wanted)
-    assert ours.keys() == theirs.keys()
-    if exactly:
-        assert losses(found) == losses(wanted)
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    else:
-        assert losses(found) == pytest.approx(losses(wanted), rel=1e-11)
-        for name, value in ours.items():
-            torch.testing.assert_close(value, theirs[name], rtol=1e-9, atol=1e-11)
+    assert losses(found) == (losses(wanted) if exactly else pytest.approx(losses(wanted), rel=1e-11))
+    torch.testing.assert_close(ours, theirs, **({"rtol": 0, "atol": 0} if exactly else {"rtol": 1e-9, "atol": 1e-11}))
 
 
 class Command:

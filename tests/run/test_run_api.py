@@ -55,10 +55,8 @@ def test_train_takes_a_file_its_values_or_its_settings_and_returns_the_last_metr
 def test_train_calls_back_in_order_and_prints_nothing(tmp_path, capfd, ranks):
     """In a thread that is not the main one, too."""
     heard = tmp_path / f"{os.getpid()}.txt"
-    path = write_run(
-        tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40,
-        eval={"data": [{"path": "train.jsonl"}], "every_steps": 2},
-    )  # fmt: skip
+    evaluated = {"data": [{"path": "train.jsonl"}], "every_steps": 2}
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, eval=evaluated)
     with ThreadPoolExecutor(1) as threads:
         running = threads.submit(train, path, ranks=ranks, overrides=["steps=2"], callbacks=[Heard(heard)])
         assert running.result(timeout=120).steps == 2
@@ -97,10 +95,7 @@ def test_train_names_a_callback_that_raises(tmp_path, capfd):
     [
         ({"overrides": "steps=1"}, "overrides: expected a list of texts key=value; got 'steps=1'"),
         ({"overrides": ["steps"]}, "overrides steps: expected key=value; got 'steps'"),
-        (
-            {"ranks": 0, "timeout_seconds": -1},
-            "ranks: expected a whole number from 1 to 262144; got 0(.|\n)*timeout_seconds: expected a pos",
-        ),
+        ({"ranks": 0, "timeout_seconds": -1}, "(?s)ranks: expected a whole .*; got 0.*timeout_seconds: expected a pos"),
         ({"run": 3}, r"run: expected the path of a run file, its values or a RunConfig; got 3 \(int\)"),
         ({"run": {}, "overrides": ["steps=1"]}, "overrides: expected none, because the settings are not a file"),
     ],

@@ -18,7 +18,7 @@ from lengthwise.run.building import open_session
 from lengthwise.run.verify_batch import held_before_measuring
 from lengthwise.session import capacity as room
 from lengthwise.session.source import PlannedStep
-from run.small_runs import call, job_of, plans_of, read_lines, train, write_run
+from run.small_runs import call, job_of, plans_of, read_lines, told, train, write_run
 from tiers import more
 
 CPU = torch.device("cpu")
@@ -34,9 +34,7 @@ def test_auto_trains_and_says_what_it_found(tmp_path, capfd):
     output = run(tmp_path, recompute="auto", precision="fp64", steps=1)
     said = capfd.readouterr().out
     assert "microbatches as large as memory holds" in said
-    assert re.search(
-        r"capacity of a rank: \d+ tokens, all of a global batch; at most \S+B of \S+B that are free\n", said
-    ), "of any kind as many"
+    assert re.search(r"capacity of a rank: \d+ tokens, all of a global batch; at most \S+B of \S+B that are free", said)
     assert all(row["peak_memory_bytes"] > 0 for row in read_lines(output / "metrics.jsonl"))
 
 
@@ -100,14 +98,6 @@ def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):
     assert "error[memory] rank 0, start: expected room for 128 tokens" in capsys.readouterr().err
 
 
-def test_a_plan_made_elsewhere_needs_a_number(tmp_path, capsys):
-    path = write_run(tmp_path, make_rows([9]), capacity_tokens="auto")
-    assert call("plan", "--config", path, "--ranks", 2, "--out", tmp_path / "plan.json") == 2
-    assert "--capacity: expected a number for a plan made here" in capsys.readouterr().err
-    arguments = ("--capacity", 64, "--out", tmp_path / "plan.json")
-    assert call("plan", "--config", path, "--ranks", 2, *arguments) == 0
-
-
 def test_free_memory_is_that_of_the_container_and_shared_by_its_ranks(tmp_path, monkeypatch):
     alone, shared = shortage.free_bytes(CPU, 1), shortage.free_bytes(CPU, 4)
     assert alone > 4 * shared * 0.8 > 0
@@ -136,15 +126,13 @@ def out_of_memory(*_, **__):
 
 def test_train_that_does_not_fit_says_so_in_one_line(tmp_path, monkeypatch, capfd):
     path = write_run(tmp_path, make_rows([30, 12]))
-    with monkeypatch.context() as patch:
-        patch.setattr(parameters, "Parameters", out_of_memory)
-        assert call("train", path, "--ranks", 2) == 1
-    err = capfd.readouterr().err
-    assert "start: expected the model, its gradients and its optimizer to fit; got" in err
-    monkeypatch.setattr(objective, "model_loss", out_of_memory)
-    assert call("train", path, "--ranks", 2) == 1
-    err = capfd.readouterr().err
-    for said in ("error[memory]", "step 1, microbatch 1 of", "Tried to allocate 20.00 GiB", "capacity_"):
-        assert said in err, said
-    assert "Traceback" not in err
+    in_step = ("step 1, microbatch 1 of", "Tried to allocate 20.00 GiB", "capacity_")
+    for place, name, words in (
+        (parameters, "Parameters", ("start: expected the model",)),
+        (objective, "model_loss", in_step),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, out_of_memory)
+            err = told(capfd, "train", path, "--ranks", 2, status=1)
+        assert [each for each in ("error[memory]", *words) if each not in err] == []
     assert not (tmp_path / "out/metrics.jsonl").exists()

@@ -7,27 +7,23 @@ from testing.small import make_rows
 from transformers import GPT2LMHeadModel
 
 import lengthwise
-from run.small_runs import assert_equal_runs, broken_off, call, losses, whole, write_run
+from run.small_runs import assert_equal_runs, broken_off, call, losses, told, whole, write_run
 from run.test_run_resume import LENGTHS, run_of
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")
 
 
-def write_gpt2(folder, **dropout):
-    config = tiny_family_config("gpt2", {"vocab_size": 64, "n_positions": 256, **dropout})
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        GPT2LMHeadModel(config).save_pretrained(folder)
-    return folder
-
-
-DROPOUT = {"resid_pdrop": 0.2, "embd_pdrop": 0.1}
 KEYS = {"optimizer": {"lr": 1e-2, "eps": 1e-3}, "global_batch": {"sequences": 4}, "steps": 2}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return write_gpt2(tmp_path_factory.mktemp("gpt2") / "model", **DROPOUT)
+    folder, dropout = tmp_path_factory.mktemp("gpt2"), {"resid_pdrop": 0.2, "embd_pdrop": 0.1}
+    config = tiny_family_config("gpt2", {"vocab_size": 64, "n_positions": 256, **dropout})
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        GPT2LMHeadModel(config).save_pretrained(folder)
+    return folder
 
 
 @pytest.mark.exhaustive
@@ -53,7 +49,6 @@ def test_a_run_that_goes_on_draws_as_if_nothing_had_been(tmp_path, model):
 def test_a_model_with_dropout_verifies_without_it(tmp_path, capsys, model):
     keys = {"global_batch": {"sequences": 7}, "capacity_tokens": 30, "seed": 3}
     path = write_run(tmp_path, make_rows(LENGTHS), model=model, **keys)
-    assert call("verify", path, "--ranks", 3) == 0
-    out = capsys.readouterr().out
+    out = told(capsys, "verify", path, "--ranks", 3)
     assert "PASS" in out
     assert "dropout is off in this comparison" in out

@@ -3,7 +3,7 @@
 from testing.small import make_rows, write_model
 
 from lengthwise.core.held import held_by_rank
-from run.small_runs import call, plans_of, read_lines, train, write_run
+from run.small_runs import plans_of, read_lines, told, train, write_run
 
 LENGTHS = [160, 90, 70, 45, 30, 20, 11, 7]
 KEYS = {"steps": 2, "capacity_tokens": 60, "global_batch": {"sequences": 4}}
@@ -13,8 +13,7 @@ def test_auto_offloads_what_does_not_fit_and_no_more(tmp_path, capsys):
     """160 tokens on 2 ranks of 60: with 3 of 5 layers elsewhere a rank holds 2.5 times as much."""
     write_model(tmp_path / "model", num_hidden_layers=5)
     path = write_run(tmp_path, make_rows(LENGTHS), **KEYS)
-    assert call("train", path, "--ranks", 2) == 2
-    assert "160 tokens" in capsys.readouterr().err
+    assert "160 tokens" in told(capsys, "train", path, "--ranks", 2, status=2)
     offload = {"store": "disk", "path": str(tmp_path / "scratch")}
     (tmp_path / "scratch").mkdir()
     output = train(write_run(tmp_path, offload=offload, **KEYS), "--ranks", 2)

@@ -42,6 +42,12 @@ def folder(tmp_path_factory):
     return found
 
 
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch):
+    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
+    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
+
+
 def planned_by(settings):
     """What plans a session of these settings, once it has a layout."""
     transport = SimpleNamespace(world_size=RANKS, rank=0, device_ranks=RANKS)
@@ -76,9 +82,7 @@ def assert_same(planned, trained):
 
 
 @pytest.mark.parametrize(("layout", "ratio", "heads"), some(CASES, 0, 13, 26, 29))
-def test_a_run_plans_as_plan_does(folder, monkeypatch, layout, ratio, heads):
-    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
-    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
+def test_a_run_plans_as_plan_does(folder, layout, ratio, heads):
     number = CASES.index((layout, ratio, heads))
     keys = {**LAYOUTS[layout], "heads": heads, "capacity_tokens": 48 + 16 * (number % 5)}
     keys["recompute"] = ("none", "layer", "auto")[number // 2 % 3]
@@ -90,19 +94,11 @@ def test_a_run_plans_as_plan_does(folder, monkeypatch, layout, ratio, heads):
     assert_same(of_plan(path), trained)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"lora": {"r": 2}},
-        {"stages": 2, "optimizer": {"offload": True}},
-    ],
-)
+@pytest.mark.parametrize("keys", [{"lora": {"r": 2}}, {"stages": 2, "optimizer": {"offload": True}}])
 def test_a_plan_for_gpus_is_priced_as_a_run_on_them(folder, monkeypatch, keys):
     """Adapters, the precision and an optimizer on the host of stages did not count in plans."""
     path = write_run(folder, **{"precision": "bf16", "capacity_tokens": 64, **keys})
     config = build_config(json.loads(path.read_text()), folder=folder)
-    monkeypatch.setattr(session_open, "least", lambda _, numbers: list(numbers))
-    monkeypatch.setattr(session_open, "from_first", lambda _, work: work())
     monkeypatch.setattr(session_open, "free_bytes", lambda *_: 80e9)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100 80GB HBM3")
     planned = of_plan(path, hardware="h100")

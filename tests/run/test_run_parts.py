@@ -9,7 +9,7 @@ from testing.ranks import fork_ranks
 
 from lengthwise.comm import World
 from lengthwise.core.errors import DataError
-from lengthwise.core.plan import Microbatch, Piece
+from lengthwise.core.plan import Piece
 from lengthwise.run import main
 from lengthwise.run.callbacks import StepMetrics
 from lengthwise.run.launch import StopRequest
@@ -18,11 +18,8 @@ from lengthwise.run.verify import VerifyReport
 
 
 def test_step_metrics_by_hand():
-    plan = make_plan(
-        3,
-        [10, 20, 30],
-        [Piece(ranks=(0, 1), sequences=(2,)), Piece(ranks=(2,), sequences=(0,)), Piece(ranks=(0,), sequences=(1,))],
-    )
+    placed = (((0, 1), 2), ((2,), 0), ((0,), 1))
+    plan = make_plan(3, [10, 20, 30], [Piece(ranks=ranks, sequences=(each,)) for ranks, each in placed])
     found = StepMetrics(
         plan=plan, step=4, loss=2.0, grad_norm=0.5, lr=0.1, num_loss_tokens=57, busy_seconds=[4.0, 1.0, 1.0],
         step_seconds=8.0, plan_seconds=0.25, predicted_step_seconds=7.0, peak_memory_bytes=1, offloaded_bytes=0,
@@ -49,7 +46,7 @@ def test_stop_request_is_known_to_one_that_listens_later():
 @pytest.mark.parametrize("place", ["gradient", "loss", "reference_loss", "router_loss", "reference_router_loss"])
 def test_verification_fails_at_nan_infinity_and_what_is_over_the_tolerance(place, bad):
     keys = {
-        "plan": make_plan(1, [2], [Microbatch(pieces=(Piece(ranks=(0,), sequences=(0,)),)).pieces[0]]),
+        "plan": make_plan(1, [2], [Piece(ranks=(0,), sequences=(0,))]),
         "gradients": {"a": 1e-13, "b": 0.0, "c": 1e-13},
         "tolerance": 1e-12,
         **dict.fromkeys(("loss", "reference_loss", "router_loss", "reference_router_loss"), 1.0),

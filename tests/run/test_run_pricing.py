@@ -13,7 +13,7 @@ from lengthwise.cost.measured import read_measurements
 from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job
 from lengthwise.run.launch import threads_of_each
-from run.small_runs import METRIC_KEYS, call, read_lines, train, write_run
+from run.small_runs import METRIC_KEYS, read_lines, told, train, write_run
 
 LENGTHS = [200, 30, 7, 90, 150, 12, 64, 41]
 
@@ -28,12 +28,11 @@ def test_a_run_that_measures_first_predicts_its_steps(tmp_path, monkeypatch, cap
     assert all(row["predicted_step_seconds"] > 0 for row in rows)
     assert set(rows[0]) == METRIC_KEYS
     assert read_measurements(output / "measurements.json").precision == "fp64"
-    versions = [line["cost"] for line in map(_plan_of(output), range(1, 3))]
-    assert all(version.startswith("measured/1") for version in versions)
+    assert all(_cost_of(output, step).startswith("measured/1") for step in (1, 2))
 
 
-def _plan_of(output):
-    return lambda step: json.loads(read_plan_text(output / f"plans/step-{step:06d}.json.gz"))
+def _cost_of(output, step):
+    return json.loads(read_plan_text(output / f"plans/step-{step:06d}.json.gz"))["cost"]
 
 
 def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capfd):
@@ -42,15 +41,15 @@ def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capf
     keys = {"measurements": "measurements.json", "steps": 1, "capacity_tokens": 64}
     rows = make_rows([20, 90, 5, 40])
     output = train(write_run(tmp_path, rows, model="tiny", precision="fp32", **keys), "--ranks", 2)
-    assert _plan_of(output)(1)["cost"].startswith("measured/1 tiny cpu")
-    assert call("train", write_run(tmp_path, rows, **keys, output="other"), "--ranks", 2) == 2
-    err = capfd.readouterr().err
+    assert _cost_of(output, 1).startswith("measured/1 tiny cpu")
+    other = write_run(tmp_path, rows, **keys, output="other")
+    err = told(capfd, "train", other, "--ranks", 2, status=2)
     assert "measurements.json: model: hidden: expected 32" in err
     assert "precision: expected fp64" in err
     found = measurements_of(samples_of(machine()), threads_of_each(2) + 1)
     (tmp_path / "measurements.json").write_text(found.to_json())
-    assert call("train", write_run(tmp_path, rows, **keys, output="other"), "--ranks", 2) == 2
-    assert f"place: threads: expected {threads_of_each(2)}, as in the run" in capfd.readouterr().err
+    err = told(capfd, "train", other, "--ranks", 2, status=2)
+    assert f"place: threads: expected {threads_of_each(2)}, as in the run" in err
 
 
 def _job(folder, **keys):

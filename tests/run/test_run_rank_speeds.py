@@ -67,8 +67,12 @@ def test_ranks_that_are_alike_are_not_taken_for_slow_ones_where_costs_are_off(fa
     assert notes == []
 
 
+def planning_of(*, ranks=RANKS):
+    return StepPlanning(ranks=ranks, cost=TRUE, capacities={"none": 2048}, options=PlanOptions(layers=2))
+
+
 def test_a_session_with_measured_costs_plans_ahead_for_its_slow_rank():
-    planning = StepPlanning(ranks=RANKS, cost=TRUE, capacities={"none": 2048}, options=PlanOptions(layers=2))
+    planning = planning_of()
     planned = SessionPlanning(chunked=planning, whole=planning, slow_ranks=SlowRanks())
     process = SimpleNamespace(plan=lambda planning, lengths, *_: (planning.options.speeds, lengths))
     ahead, batch = planned.start(process), random_batch([900, 400, 300, 200], vocab=9)
@@ -80,16 +84,13 @@ def test_a_session_with_measured_costs_plans_ahead_for_its_slow_rank():
     assert ahead(batch) == ((1.0, 1.0, 0.5, 1.0), batch.lengths)
 
 
-def test_a_session_without_measured_costs_plans_the_same_beside_a_slow_rank():
-    planning = StepPlanning(ranks=RANKS, cost=TRUE, capacities={"none": 2048}, options=PlanOptions(layers=2))
+def test_a_session_without_measured_costs_plans_the_same_beside_a_slow_rank_and_stages_are_not_compared():
+    planning = planning_of()
     planned = SessionPlanning(chunked=planning, whole=planning)
     plan = planning.plan([900, 400, 30])
     assert [planned.observe(RanStep(plan=plan, busy_seconds=(5.0, 1.0, 1.0, 1.0))) for _ in range(30)] == [None] * 30
     predicted = plan.notes["predicted_seconds"] + TRUE.step_end_seconds(RANKS)
     assert planned.predicted_step_seconds(plan) == pytest.approx(predicted)
-
-
-def test_stages_of_a_plan_s_rank_are_not_compared():
-    planning = StepPlanning(ranks=2, cost=TRUE, capacities={"none": 2048}, options=PlanOptions(layers=2))
+    planning = planning_of(ranks=2)
     ran, slow = RanStep(plan=planning.plan([900, 400]), busy_seconds=(5.0, 1.0, 1.0, 1.0)), SlowRanks()
     assert [slow.observe(planning, ran) for _ in range(9)] == [None] * 9

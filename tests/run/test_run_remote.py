@@ -17,10 +17,9 @@ import lengthwise
 from data.local_feeds import LocalClient
 from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.run import main, ray_feed
-from lengthwise.run.callbacks import Callback
 from lengthwise.run.launch import StopRequest
-from run.small_runs import assert_equal_runs, broken_off, call, read_lines
-from run.test_run_streaming import run_of
+from run.small_runs import assert_equal_runs, read_lines
+from run.test_run_streaming import SignalsFeeds, run_of
 
 
 @pytest.fixture
@@ -49,16 +48,6 @@ def test_remote_rows_train_as_rows_read_at_the_start(tmp_path, in_process):
     assert_equal_runs(tmp_path / "2" / "out", tmp_path / "False" / "out")
 
 
-@pytest.mark.exhaustive
-def test_rows_of_a_run_that_goes_on_are_those_of_before(tmp_path, in_process):
-    path = run_of(tmp_path, remote=True)
-    broken_off(path, 2, after=3)
-    rows = path.parent / "train.jsonl"
-    rows.write_text(rows.read_text().replace("1", "2", 1))
-    assert call("train", path, "--ranks", 2, "--resume") == 2
-    assert lengthwise.train(path, ranks=2, resume=True, accept_changes=True).steps == 7
-
-
 def test_what_remote_rows_cannot_have_is_refused(tmp_path, in_process, monkeypatch):
     path = run_of(tmp_path, remote=True)
     with pytest.raises(DataError, match="at most 32 tokens"):
@@ -75,28 +64,11 @@ def test_memory_is_checked_by_the_longest_row(tmp_path, in_process):
     assert lengthwise.verify(path, ranks=2).passed
 
 
-class KillsAnActor(Callback):
-    """Ends the processes of all actors of this test after a step."""
-
-    def __init__(self, step):
-        self._step = step
+class NotesListeners(SignalsFeeds):
+    """Notes at which addresses processes of this test's Ray listen, in the first step; kills actors after the third."""
 
     def on_step(self, step):
-        if step.metrics.step == self._step:
-            ours = os.environ["RAY_TMPDIR"].encode()
-            for each in Path("/proc").glob("[0-9]*"):
-                if b"ray::Feed" in _content(each / "cmdline") and ours in _content(each / "environ"):
-                    os.kill(int(each.name), signal.SIGKILL)
-
-    def on_note(self, line):
-        with Path(os.environ["NOTES"]).open("a") as file:
-            file.write(line + "\n")
-
-
-class NotesListeners(Callback):
-    """Notes at which addresses processes of this test's Ray listen, in the first step."""
-
-    def on_step(self, step):
+        super().on_step(step)
         if step.metrics.step > 1:
             return
         ours, sockets = os.environ["RAY_TMPDIR"].encode(), set()
@@ -109,8 +81,6 @@ class NotesListeners(Callback):
                 _, address, _, state, *_, inode = line.split()[:10]
                 if state == "0A" and f"socket:[{inode}]" in sockets:  # 0A: it listens
                     self.on_note(f"listens at {address.partition(':')[0]}")
-
-    on_note = KillsAnActor.on_note
 
 
 def _content(path):
@@ -136,12 +106,12 @@ def test_a_signal_while_ray_starts_ends_the_step_not_the_process(monkeypatch):
 
 @pytest.mark.exhaustive
 def test_actors_of_ray_that_are_killed_lose_and_repeat_nothing(tmp_path, monkeypatch):
-    monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
+    monkeypatch.setenv("FEEDERS", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_TMPDIR", f"/tmp/lw-{os.getpid()}")
     paths = [run_of(tmp_path / f"{remote}", remote=remote, steps=20) for remote in (False, 2)]
     lengthwise.train(paths[0], ranks=2)
-    lengthwise.train(paths[1], ranks=2, callbacks=[KillsAnActor(3), NotesListeners()])
+    lengthwise.train(paths[1], ranks=2, callbacks=[NotesListeners(3, signal.SIGKILL, b"ray::Feed")])
     notes = (tmp_path / "notes").read_text()
     assert re.search(r"data\.0, actor \d of \d ended and was started again", notes), notes
     listeners = [line.split()[-1] for line in notes.splitlines() if line.startswith("listens at")]

@@ -6,13 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from testing import (
-    RecordingTransport,
-    build_pair,
-    make_batch,
-    make_plan,
-    tiny_family_config,
-)
+from testing import RecordingTransport, build_pair, make_batch, make_plan, tiny_family_config
 from testing.laid import whole_parameters
 from testing.order import check_order, rank_groups
 from testing.small import VOCAB, make_rows, relative
@@ -26,17 +20,11 @@ from lengthwise.core.shape import Cluster
 from lengthwise.cost import analytic_cost, named_hardware, shape_from_config
 from lengthwise.engine import step as work
 from lengthwise.engine.step import StepContext, run_part
-from lengthwise.models import (
-    RouterBalance,
-    check_model_config,
-    coefficient_key,
-    keep_double,
-    token_loss,
-)
+from lengthwise.models import RouterBalance, check_model_config, coefficient_key, keep_double, token_loss
 from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.program import last_on_all_ranks, lower_plan
 from lengthwise.run import reference, verify
-from run.small_runs import call, read_lines, train, write_run
+from run.small_runs import read_lines, told, train, write_run
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")
 
@@ -85,19 +73,12 @@ def test_reference_of_verify_equals_one_graph_of_all_documents(family):
     assert all(each <= 1e-12 for each in verify.gradient_differences(found.gradients, gradients).values())
 
 
-@cache
-def planned(ranks):
-    """One plan for all families: parity is asked of any plan."""
-    cost = analytic_cost(shape_from_config(pair("mixtral")["plain"].config.to_dict()), named_hardware("cpu"))
-    cluster = Cluster(ranks=ranks, capacity_tokens=-(-max(LENGTHS) // ranks) + 1)
-    return plan_step(LENGTHS, cluster, cost, PlanOptions(layers=2))
-
-
 @pytest.mark.exhaustive
 def test_order_real_calls_are_those_of_the_checked_order():
     """Counting: ring rounds, one sum; then the kept graph's backward, then the rest. In evaluation the sum is last."""
-    plan, batch = planned(3), make_batch(LENGTHS, vocab=48)
-    pair("olmoe")
+    cost = analytic_cost(shape_from_config(pair("olmoe")["plain"].config.to_dict()), named_hardware("cpu"))
+    cluster = Cluster(ranks=3, capacity_tokens=-(-max(LENGTHS) // 3) + 1)
+    plan, batch = plan_step(LENGTHS, cluster, cost, PlanOptions(layers=2)), make_batch(LENGTHS, vocab=48)
     kept = last_on_all_ranks(plan)
     assert 0 < len(kept) < len(plan.microbatches)
     assert check_order(plan, layers=2, counts_routers=True) > 0
@@ -159,12 +140,12 @@ def run_file(tmp_path):
         parameter.data.mul_(20 if "gate.weight" in name else 3 if parameter.dim() > 1 else 1)
     model.save_pretrained(tmp_path / "model")
     rows = make_rows([30, 1, 12, 5, 61, 2, 44, 3, 17])
-    return write_run(tmp_path, rows, global_batch={"sequences": 6}, optimizer={"lr": 1e-3}), rows
+    return write_run(tmp_path, rows, global_batch={"sequences": 6}, optimizer={"lr": 1e-3})
 
 
 def test_train_writes_router_loss_beside_loss_and_evaluation_has_none(run_file):
-    path, _ = run_file
-    output = train(path, "--ranks", 2, "--set", "steps=1", 'eval={"data": [{"path": "train.jsonl"}], "every_steps": 1}')
+    evaluated = 'eval={"data": [{"path": "train.jsonl"}], "every_steps": 1}'
+    output = train(run_file, "--ranks", 2, "--set", "steps=1", evaluated)
     for row in read_lines(output / "metrics.jsonl"):
         assert row["router_loss"] > 2, "balanced routers have 2: each row chooses two experts"
     [row] = read_lines(output / "eval.jsonl")
@@ -173,12 +154,9 @@ def test_train_writes_router_loss_beside_loss_and_evaluation_has_none(run_file):
 
 @pytest.mark.exhaustive
 def test_verify_tells_the_router_loss_and_fails_where_it_is_wrong(run_file, capsys, monkeypatch):
-    path, _ = run_file
-    assert call("verify", path, "--ranks", 2) == 0
-    out = capsys.readouterr().out
+    out = told(capsys, "verify", run_file, "--ranks", 2)
     assert "router loss: 2." in out
     assert "PASS" in out
     share = work.RouterBalance.share
     monkeypatch.setattr(work.RouterBalance, "share", lambda self, logits: share(self, logits).detach())
-    assert call("verify", path, "--ranks", 2) == 1
-    assert "FAIL" in capsys.readouterr().out
+    assert "FAIL" in told(capsys, "verify", run_file, "--ranks", 2, status=1)

@@ -9,7 +9,7 @@ from testing.small import make_rows, plain_training
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
 from lengthwise.program import check_plan
-from run.small_runs import METRIC_KEYS, call, losses, read_lines, steps_of, train, write_run
+from run.small_runs import METRIC_KEYS, call, losses, read_lines, steps_of, told, train, write_run
 
 pytestmark = pytest.mark.usefixtures("checked_transfers")
 
@@ -50,13 +50,8 @@ def check_metrics(row, plan, lengths):
     assert list(plan.tokens) == lengths
     assert (row["num_sequences"], row["num_tokens"]) == (len(lengths), sum(lengths))
     assert row["num_loss_tokens"] == sum(lengths) - len(lengths)
-    assert row["imbalance_ratio"] >= 1
-    assert 0 <= row["idle_ratio"] < 1
-    assert row["tokens_per_second"] == pytest.approx(row["num_tokens"] / row["step_seconds"])
+    assert row["imbalance_ratio"] >= 1 > row["idle_ratio"] >= 0
     assert row["plan_seconds"] > 0
-    assert row["num_microbatches"] == len(plan.microbatches)
-    in_rings = {i for m in plan.microbatches for p in m.pieces if len(p.ranks) > 1 for i in p.sequences}
-    assert row["ring_token_ratio"] == pytest.approx(sum(plan.tokens[i] for i in in_rings) / sum(lengths))
 
 
 def test_train_goes_on_with_ranks_without_work_or_loss(tmp_path):
@@ -74,8 +69,7 @@ def test_train_refuses_a_batch_without_any_loss_token_by_its_step(tmp_path, capf
     for row in rows[:2]:
         row["labels"] = [-100] * 9
     path = write_run(tmp_path, rows, steps=None, epochs=1, global_batch={"sequences": 1})
-    assert call("train", path, "--ranks", 2) == 2
-    errors = capfd.readouterr().err
+    errors = told(capfd, "train", path, "--ranks", 2, status=2)
     assert "error[data] step " in errors
     assert "at least one token with a label" in errors
     assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job, session_options, settle, stored_model
 from lengthwise.run.prepared_run import read_start
 from lengthwise.session.settings import check_settings, cost_of
-from run.small_runs import call, train, write_run
+from run.small_runs import told, train, write_run
 
 LENGTHS = (40, 9, 17, 3)
 
@@ -32,48 +32,43 @@ def prepared(path, **where):
     return prepare_job(config, ranks=2, timeout_seconds=10, **where)
 
 
+def unsettled(folder, *, optimizer="", **keys):
+    """Write a run file without precision, and of whose optimizer nothing else is said."""
+    path = write_run(folder, make_rows([4] * 4), precision=None, **keys)
+    path.write_text(path.read_text().replace('"schedule": "constant", "warmup_steps": 0, "lr": 0.0003', optimizer))
+    return path
+
+
 def settled(folder, *, gpus=0, **keys):
-    path = write_run(folder, make_rows([4]), precision=None, **keys)
-    path.write_text(path.read_text().replace('"schedule": "constant", "warmup_steps": 0, "lr": 0.0003', ""))
-    return settle(load_config(path), gpus=gpus)
+    return settle(load_config(unsettled(folder, **keys)), gpus=gpus)
 
 
-def test_loaded_weights_are_fine_tuned_and_fresh_ones_trained(tmp_path):
+def test_loaded_weights_are_fine_tuned_fresh_ones_trained_and_adapters_begin_at_ten_times_the_rate(tmp_path):
     config, why = settled(tmp_path)
     assert (config.precision, config.optimizer.lr) == ("fp32", 2e-5)
     assert (config.optimizer.schedule, config.optimizer.warmup_steps) == ("cosine", 0.03)
     assert set(why) == {"precision", "lr", "schedule", "warmup_steps"}
     assert settled(tmp_path, gpus=1)[0].precision == "bf16"
-    for keys in (
-        {"model": "tiny"},
-        {"weights": "fresh"},
-        {"model": str(write_model(tmp_path / "bare", weights=False))},
-    ):
+    bare = str(write_model(tmp_path / "bare", weights=False))
+    for keys in ({"model": "tiny"}, {"weights": "fresh"}, {"model": bare}):
         fresh, _ = settled(tmp_path, **keys)
         assert (fresh.optimizer.lr, fresh.optimizer.schedule, fresh.optimizer.warmup_steps) == (3e-4, "constant", 0)
     assert settle(config, gpus=1) == (config, {})
-
-
-def test_adapters_begin_at_ten_times_the_rate_and_the_reason_says_so(tmp_path):
-    config, why = settled(tmp_path, lora={"r": 2})
-    assert (config.optimizer.lr, config.optimizer.schedule) == (2e-4, "cosine")
+    adapters, why = settled(tmp_path, lora={"r": 2})
+    assert (adapters.optimizer.lr, adapters.optimizer.schedule) == (2e-4, "cosine")
     assert set(map(why.get, ("lr", "schedule", "warmup_steps"))) == {"the default for LoRA"}, "said once"
 
 
-@pytest.mark.parametrize(("given", "warmup"), [({"schedule": "constant"}, 0), ({"schedule": "linear"}, 0.03)])
-def test_what_the_run_file_says_stays_and_constant_has_no_warm_up(tmp_path, given, warmup):
-    path = write_run(tmp_path, make_rows([4]), precision=None)
-    path.write_text(path.read_text().replace('"warmup_steps": 0, ', "").replace("constant", given["schedule"]))
-    config, why = settle(load_config(path), gpus=1)
-    assert (config.optimizer.schedule, config.optimizer.warmup_steps) == (given["schedule"], warmup)
+@pytest.mark.parametrize(("schedule", "warmup"), [("constant", 0), ("linear", 0.03)])
+def test_what_the_run_file_says_stays_and_constant_has_no_warm_up(tmp_path, schedule, warmup):
+    config, why = settled(tmp_path, gpus=1, optimizer=f'"lr": 3e-4, "schedule": "{schedule}"')
+    assert (config.optimizer.schedule, config.optimizer.warmup_steps) == (schedule, warmup)
     assert (config.optimizer.lr, "lr" in why) == (3e-4, False)
 
 
 def test_the_header_says_what_was_chosen_and_the_run_writes_it_down(tmp_path, capsys):
-    path = write_run(tmp_path, make_rows([4] * 4), precision=None, steps=2, capacity_tokens=64)
-    path.write_text(path.read_text().replace('"schedule": "constant", "warmup_steps": 0, "lr": 0.0003', ""))
-    assert call("train", path, "--ranks", 1) == 0
-    assert "the default for loaded weights" in capsys.readouterr().out
+    path = unsettled(tmp_path, steps=2, capacity_tokens=64)
+    assert "the default for loaded weights" in told(capsys, "train", path, "--ranks", 1)
     assert load_config(tmp_path / "out" / "config.yaml").optimizer.warmup_steps == 0.03
 
 
@@ -116,12 +111,13 @@ def test_the_gpu_is_asked_in_a_child(monkeypatch):
 
 
 def test_the_job_hands_all_of_it_on_or_refuses_it_before_a_gpu_is_touched(tmp_path):
-    with pytest.raises(ConfigError, match="flash3: there is no package flash_attn_interface"):
-        job_of(tmp_path, gpus=1, precision="bf16", attention="flash3")
-    with pytest.raises(ConfigError, match="flash2: flash attention takes bf16, not float64"):
-        job_of(tmp_path, gpus=1, attention="flash2")
-    with pytest.raises(ConfigError, match=r"experts: expected .* got no experts in one parameter"):
-        job_of(tmp_path, experts="grouped_mm", precision="fp32")
+    for keys, said in (
+        ({"gpus": 1, "precision": "bf16", "attention": "flash3"}, "flash3: there is no package flash_attn_interface"),
+        ({"gpus": 1, "attention": "flash2"}, "flash2: flash attention takes bf16, not float64"),
+        ({"experts": "grouped_mm", "precision": "fp32"}, r"experts: expected .* got no experts in one parameter"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            job_of(tmp_path, **keys)
 
 
 AUTO = {"shard": "auto", "lora": {"r": 2}, "capacity_tokens": "auto"}

@@ -9,7 +9,7 @@ from testing import tiny_family_config
 from testing.small import make_rows, write_model
 from transformers import AutoModelForCausalLM
 
-from run.small_runs import call, losses, train, write_run
+from run.small_runs import losses, told, train, write_run
 
 
 def test_a_model_whose_buffers_are_weights_trains_alike_on_any_ranks(tmp_path):
@@ -44,16 +44,12 @@ def enlarge(folder):
 
 @pytest.mark.parametrize(
     ("change", "keys", "said"),
-    [
-        (lose_a_tensor, {}, "1 missing"),
-        (enlarge, {"weights": "fresh"}, "expected a model whose parameters fit into"),
-    ],
+    [(lose_a_tensor, {}, "1 missing"), (enlarge, {"weights": "fresh"}, "a model whose parameters fit into")],
     ids=["weights that are not whole", "more than the machine holds"],
 )
 def test_what_a_model_has_wrong_is_told_once_before_the_first_step(tmp_path, capfd, change, keys, said):
     change(write_model(tmp_path / "model"))
-    assert call("train", write_run(tmp_path, make_rows([9, 12]), **keys), "--ranks", 2) == 2
-    err = capfd.readouterr().err
+    err = told(capfd, "train", write_run(tmp_path, make_rows([9, 12]), **keys), "--ranks", 2, status=2)
     assert said in err
     assert err.startswith("error[config] model ")
     assert (err.count("\n"), "Traceback" in err) == (1, False)

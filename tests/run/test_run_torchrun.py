@@ -19,14 +19,8 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 def run(path, *options, fault="", restarts=1):
     outside = {key: value for key, value in os.environ.items() if not key.startswith(("TORCHELASTIC", "RANK"))}
     command = [*TORCHRUN, "--max-restarts", str(restarts), "-m", "lengthwise", "train", str(path), *options]
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env={**outside, "OMP_NUM_THREADS": "1", VARIABLE: fault},
-    ) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env={**outside, "OMP_NUM_THREADS": "1", VARIABLE: fault}, **pipes) as process:
         try:
             out, err = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:

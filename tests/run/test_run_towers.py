@@ -34,9 +34,6 @@ def opened(folder):
     return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa")
 
 
-QWEN = "qwen3_vl", "qwen3_vl_text"
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["stages=2", "shard=zero3"])
 def test_rank_0_alone_holds_towers_and_the_processor_is_saved(tmp_path, layout, capfd, monkeypatch):
@@ -56,7 +53,7 @@ def test_rank_0_alone_holds_towers_and_the_processor_is_saved(tmp_path, layout, 
 
 
 def test_towers_are_read_from_the_files_by_name(tmp_path):
-    source = find_model(str(write_whole(tmp_path, *QWEN)))
+    source = find_model(str(write_whole(tmp_path, "qwen3_vl", "qwen3_vl_text")))
     expected, model = build_model(source, seed=0), build_model(source, seed=0, stored=False)
     rows = own_rows(source, model)
     rows.read_towers(model)
@@ -81,22 +78,14 @@ def test_adapters_are_on_the_text_part_alone_and_open_on_the_whole(tmp_path):
         assert (adapted(ids).logits - opened(folder)(ids).logits).norm() > 1e-3
 
 
-READ_ON = {"by the second rank": {}, "as a stream": {"streaming": True, "max_tokens": 60}}
-
-
 @pytest.mark.parametrize("how", [more("verify"), "by the second rank", more("as a stream")])
 def test_rows_with_images_are_refused(tmp_path, how, capfd):
     """On whichever rank, from whatever source: the token is in the half of a row that rank 1 has."""
     text, image = [{"input_ids": [1, 2, 4]} for _ in range(4)], [{"input_ids": [*[4, 5] * 13, IMAGE, *[4, 5] * 7]}]
-    keys = {"data": [{"path": "train.jsonl", **READ_ON.get(how, {})}]}
-    path = write_run(
-        tmp_path,
-        text + image,
-        model=write_whole(tmp_path / "model", image_token_index=IMAGE),
-        global_batch={"sequences": 5},
-        steps=1,
-        **keys,
-    )
+    streamed = {"streaming": True, "max_tokens": 60} if how == "as a stream" else {}
+    keys = {"data": [{"path": "train.jsonl", **streamed}]}
+    model = write_whole(tmp_path / "model", image_token_index=IMAGE)
+    path = write_run(tmp_path, text + image, model=model, global_batch={"sequences": 5}, steps=1, **keys)
     assert call("verify" if how == "verify" else "train", path, "--ranks", 2) != 0
     said = " ".join(capfd.readouterr().err.split())
     assert f"train.jsonl:5: expected tokens of text; got the token {IMAGE}, which stands for an image" in said

@@ -5,26 +5,12 @@ from testing.small import make_rows
 
 import lengthwise
 from lengthwise.core import packages
-from lengthwise.core.errors import ConfigError, Problems
+from lengthwise.core.errors import Problems
 from lengthwise.run import trackers
-from lengthwise.run.callbacks import Callback
-from run.small_runs import broken_off, read_lines, write_run
+from run.small_runs import broken_off, call, losses, read_lines, write_run
 
 LENGTHS = [30, 12, 5, 40]
 EVALUATED = {"data": [{"path": "train.jsonl"}], "every_steps": 2}
-
-
-class Notes(Callback):
-    def __init__(self, path):
-        self._path = path
-
-    def on_note(self, line):
-        with self._path.open("a") as file:
-            file.write(f"{line}\n")
-
-    def of(self, tracker):
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        return [line for line in lines if tracker in line]
 
 
 def run_of(folder, tracker="mlflow", **keys):
@@ -39,13 +25,9 @@ def scalars_of(folder):
     return {tag: [(each.step, each.value) for each in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
 
 
-@pytest.fixture
-def tensorboard():
-    return pytest.importorskip("tensorboard")
-
-
 @pytest.mark.exhaustive
-def test_trackers_tensorboard_reads_back_the_metrics_of_every_step_once_where_a_run_goes_on(tmp_path, tensorboard):
+def test_trackers_tensorboard_reads_back_the_metrics_of_every_step_once_where_a_run_goes_on(tmp_path):
+    pytest.importorskip("tensorboard")
     keys = {"steps": 5, "checkpoint": {"every_steps": 2, "background": False}, "eval": EVALUATED}
     path = run_of(tmp_path, "tensorboard", **keys)
     broken_off(path, 1, after=3)
@@ -84,8 +66,7 @@ class Recording:
 
 def put_in_place(monkeypatch, recording):
     monkeypatch.setattr(trackers, "_callback_of", lambda _name, _folder, _step: recording)
-    there = dict.fromkeys(packages.TRACKER_PACKAGES, ("torch",))
-    monkeypatch.setattr(packages, "TRACKER_PACKAGES", there)
+    monkeypatch.setattr(packages, "TRACKER_PACKAGES", dict.fromkeys(packages.TRACKER_PACKAGES, ("torch",)))
     return recording
 
 
@@ -98,13 +79,13 @@ def test_trackers_call_a_callback_as_its_trainer_would(tmp_path, monkeypatch):
     assert heard.calls[3][2] == {"eval_loss": losses_of_evaluations(tmp_path)[0]}
 
 
-def test_trackers_that_fail_are_named_once_and_end_no_run(tmp_path, monkeypatch):
+def test_trackers_that_fail_are_named_once_and_end_no_run(tmp_path, monkeypatch, capsys):
     put_in_place(monkeypatch, Recording(fails=("on_log", 2)))
-    notes = Notes(tmp_path / "notes")
-    result = lengthwise.train(run_of(tmp_path), callbacks=[notes])
-    (said,) = notes.of("mlflow")
-    assert said == "no more reports to mlflow: RuntimeError: no connection; training is not affected"
-    assert (result.steps, (tmp_path / "out/model/config.json").exists()) == (3, True)
+    assert call("train", run_of(tmp_path)) == 0
+    said = "no more reports to mlflow: RuntimeError: no connection; training is not affected"
+    assert " ".join(capsys.readouterr().out.split()).count(said) == 1
+    assert len(losses(tmp_path / "out")) == 3
+    assert (tmp_path / "out/model/config.json").exists()
 
 
 def test_trackers_without_their_package_are_refused_before_anything_is_written(tmp_path, monkeypatch):
@@ -114,6 +95,4 @@ def test_trackers_without_their_package_are_refused_before_anything_is_written(t
         lengthwise.train(run_of(tmp_path, ["mlflow", "wandb"]))
     assert "the package no-such-mlflow, which mlflow needs" in str(told.value)
     assert "pip install no-such-wandb, or take wandb out of `report_to`" in str(told.value)
-    with pytest.raises(ConfigError, match="which wandb needs"):
-        lengthwise.train(run_of(tmp_path, "wandb"))
     assert not (tmp_path / "out").exists()

@@ -5,7 +5,9 @@ import random
 import pytest
 import torch
 from testing.small import make_rows, plain_loss, relative, write_model
+from transformers import AutoTokenizer
 
+from data.stores import save_words
 from lengthwise.models import build_model, find_model, plain_attention
 from run.small_runs import losses, plans_of, read_lines, train, write_run
 
@@ -43,16 +45,8 @@ def test_train_fresh_weights_are_those_of_the_seed_on_any_ranks(tmp_path):
 
 
 def test_train_saves_the_hugging_face_tokenizer_beside_the_model(tmp_path):
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    words = {word: i for i, word in enumerate(["[UNK]", "<end>", *"abcdefgh"])}
-    inner = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
     path = write_run(tmp_path, [{"text": "a b c d"}, {"text": "h g f"}], steps=1)
-    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]", eos_token="<end>").save_pretrained(
-        tmp_path / "model"
-    )
+    save_words(tmp_path / "model", ["[UNK]", "<end>", *"abcdefgh"], eos_token="<end>")
     output = train(path)
     opened = AutoTokenizer.from_pretrained(output / "model")
     assert opened("a h")["input_ids"] == [2, 9]
