@@ -3,7 +3,7 @@
 from lengthwise.engine.byte_watch import LiveBytes
 from testing.families import Difference, build_pair, enliven, family_difference, tiny_model
 from testing.oracles import dense_attention, relative_error, rounding_floor
-from testing.plans import draw_lengths, make_plan, random_plan, visible_pairs
+from testing.plans import draw_lengths, make_plan, random_plan
 from testing.ranks import run_ranks
 from testing.recording import Call, RecordingTransport
 from testing.sequences import make_batch
@@ -39,5 +39,4 @@ __all__ = [
     "tiny_family_config",
     "tiny_model",
     "tiny_tower_config",
-    "visible_pairs",
 ]

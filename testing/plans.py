@@ -103,11 +103,6 @@ def line_to(plan: Plan, sequence: int) -> list[int]:
     return [sequence] if parent is None else [*line_to(plan, parent), sequence]
 
 
-def visible_pairs(length: int) -> set[tuple[int, int]]:
-    """List the (query, key) pairs of one sequence under a causal mask."""
-    return {(query, key) for query in range(length) for key in range(query + 1)}
-
-
 def _random_shares(choose: random.Random, degree: int) -> tuple[float, ...] | None:
     if choose.random() < 0.6:
         return None
