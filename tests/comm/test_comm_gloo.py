@@ -16,7 +16,7 @@ import torch.distributed as dist
 from testing import run_ranks
 from testing.ranks import fork_ranks
 
-from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
+from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport
 from lengthwise.comm import world as comm_world
 from lengthwise.comm.groups import DEFAULTS, nccl_options, set_defaults
 from lengthwise.core.errors import ConfigError, DataError, PlanError, RankError, TransferError
@@ -261,37 +261,6 @@ def test_gloo_names_rank_and_the_phase_of_posting_when_a_rank_stops_answering():
     assert time.monotonic() - start < 1 + 5
 
 
-def launched(work, ranks):
-    """Call `work` with the transport of each rank of the launcher that `lengthwise train` uses."""
-
-    def rank_work(world, on_phase):
-        t = TorchTransport(world, timeout_seconds=30, on_phase=on_phase)
-        work(t)
-        t.close()
-
-    return launching.on_ranks(rank_work, ranks)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "said"),
-    [
-        (DataError("train.jsonl:3", expected="x", got="y", remedy="z"), DataError, "train.jsonl:3"),
-        (ZeroDivisionError("oops"), RankError, r"rank 1, reading.*ZeroDivisionError: oops"),
-    ],
-)
-def test_launch_raises_the_reason_and_not_its_consequences(error, kind, said, capfd):
-    def work(t):
-        t.phase = "reading"
-        if t.rank == 1:
-            time.sleep(0.1)
-            raise error
-        t.exchange([], [(torch.empty(4), 1)]).wait()
-
-    with pytest.raises(kind, match=said):
-        launched(work, 2)
-    assert (kind is RankError) == ("Traceback" in capfd.readouterr().err)
-
-
 def test_launch_ends_ranks_that_do_not_listen(monkeypatch):
     """A rank in a busy loop that ignores signals is ended once another has failed."""
     monkeypatch.setattr(launching, "_GRACE_SECONDS", 0.5)
@@ -331,24 +300,13 @@ def test_transport_leaves_its_world_on_close():
     assert run_ranks(work, 2) == [(False, set()), (False, set())]
 
 
-def test_ranks_of_torchrun_meet_again_after_they_left():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of torchrun, for all its ranks
+def test_join_says_which_transport_and_why():
+    def work(world):
+        said = []
+        join(world, timeout_seconds=30, say=said.append).close()
+        return said
 
-    def work(t):
-        t.close()
-        ours = {"RANK": t.rank, "WORLD_SIZE": 2, "LOCAL_RANK": t.rank}
-        ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        os.environ.update({name: str(value) for name, value in ours.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-        sums = []
-        for _ in range(2):
-            time.sleep(0.3 * t.rank)  # what rank 1 wrote last time must not be met
-            again = join(world_from_environment(), timeout_seconds=10.0)
-            again.all_reduce(number := torch.ones(1))
-            sums.append(number.item())
-            again.close()
-        return sums
-
-    assert run_ranks(work, 2) == [[2.0, 2.0]] * 2
+    assert fork_ranks(work, 2) == [["transfers: gloo; because the run computes on the CPU"]] * 2
 
 
 def test_a_rank_that_nobody_meets_says_so(tmp_path):
