@@ -48,9 +48,15 @@ def code_of(text):
     return ast.unparse(tree)
 
 
-def test_microbatch_last_on_all_ranks_by_hand():
+def test_a_microbatch_that_is_the_last_of_all_its_ranks_runs_forward_once_where_routers_are_counted():
     pieces = [Piece(ranks=ranks, sequences=(i,)) for i, ranks in enumerate([(0, 1), (2,), (1, 2), (3, 0), (3,), (4,)])]
-    assert last_on_all_ranks(make_plan(6, [9] * 6, pieces)) == {2, 4, 5}
+    plan = make_plan(6, [9] * 6, pieces)
+    assert last_on_all_ranks(plan) == {2, 4, 5}
+    labels = [label for label, _ in rank_groups(plan, 1, windows=[None], counts_routers=True)]
+    assert [label.replace("microbatch ", "").replace(" layer 0, ", " ").split(", ring")[0] for label in labels] == [
+        *("0, counting", "2, forward", "sum of counts"),  # and the graph that is kept goes backward first
+        *("2, backward", "2, backward", "0, forward", "0, backward", "0, backward", "step end"),
+    ]
     beside = make_plan(3, [9, 9, 9], [[pieces[0], pieces[1]], Piece(ranks=(0,), sequences=(2,))])
     assert last_on_all_ranks(beside) == {1}, "all pieces of a microbatch run as one"
 
