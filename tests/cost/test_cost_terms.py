@@ -278,14 +278,6 @@ def test_a_base_under_adapters_makes_no_gradients_of_its_weights(adapters: int, 
     assert few.version != whole.version
 
 
-def test_stages_hold_their_share_of_the_layers() -> None:
-    one, two, four = (all_terms_cost(LLAMA_7B, HARDWARE, stages=stages) for stages in (1, 2, 4))
-    assert four.piece_seconds([10_000], 1) == pytest.approx(one.piece_seconds([10_000], 1) / 4)
-    assert four.piece_seconds([10_000], 16) == pytest.approx(two.piece_seconds([10_000], 16) / 2)
-    assert (four.stages, four.layers) == (4, 8)
-    assert four.version != one.version
-
-
 @pytest.mark.parametrize("kind", ["none", "layer"])
 def test_sweeps_of_states_hide_behind_nothing_and_are_not_made_again(kind: str) -> None:
     """A cut of Qwen3.5-9B: rounds of a map of 4 MiB a sequence and layer in both passes, scans half as long again."""
@@ -332,16 +324,6 @@ def test_ranks_hold_what_the_plan_file_and_the_host_allow() -> None:
     assert recomputed == CAPACITY + int(1000.5 * token_bytes / JOINT.copy_bytes["layer"]) - 1
 
 
-def test_recomputed_costs_agree_with_what_they_are_made_of() -> None:
-    kind, priced = "layer", JOINT.recomputing("layer")
-    lengths = np.array([1, 700, 50_000])
-    alone = [JOINT.piece_seconds([length], 1, Choice(recompute=kind)) for length in lengths.tolist()]
-    assert priced.compute_seconds(lengths) == pytest.approx(alone)
-    assert priced.fixed_seconds == pytest.approx(JOINT.fixed_seconds * 4 / 3)
-    assert priced.hops_seconds(12) == pytest.approx(JOINT.hops_seconds(12) * 1.5)
-    assert priced.recomputing("none") is priced is priced.recomputing(kind)
-
-
 def test_a_long_completion_keeps_the_speed_of_its_own_block() -> None:
     """Beside a short prompt and short completions: cuDNN runs blocks from 32K on much faster."""
     cost = Cost(quadratic_seconds=1e-6, block_efficiency=((1000, 0.5), (32000, 0.6), (33000, 1.0)))
@@ -349,10 +331,6 @@ def test_a_long_completion_keeps_the_speed_of_its_own_block() -> None:
     (length,), priced = lengths_of([Tree((0, 1, 2, 3), spans)], cost)
     whole = cost.attention_seconds(np.array([65000.0, 5000.0, 5000.0]), 1).sum()
     assert 1 < priced.attention_seconds(np.array([float(length)]), 1)[0] / whole < 1.05
-    cost = Cost(quadratic_seconds=1.0)
-    priced = lengths_of([Tree((0, 1, 2), ((0, 1000), (1000, 1500), (1000, 1500)))], cost)[1]
-    assert priced.seen_pairs(np.array([2000.0])) == pytest.approx([3.5e6])
-    assert priced.attention_seconds(np.array([1999.0]), 1) == cost.attention_seconds(np.array([1999.0]), 1)
 
 
 def test_a_prefix_in_a_prefix_is_a_block_of_its_own() -> None:

@@ -18,7 +18,6 @@ from testing.pipelines import as_pipeline
 from testing.tiny import VARIANTS, VOCAB
 from transformers import AutoModelForCausalLM
 
-from lengthwise.attention import to_device
 from lengthwise.comm import Mesh
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
@@ -173,28 +172,3 @@ def test_no_layer_of_a_family_waits(family):
     during, end, _ = run_case(Case(family=family, plan=((9, 12, 40, 7), PACKS[1])))
     assert (during == STEP) == (family not in WAITING)
     assert end == NORM
-
-
-HOST = torch.arange(8.0)
-WAITS = {
-    "number": lambda x: float(x.sum()),
-    "copy to the host": lambda x: x.tolist(),
-    "copy to the device": lambda _: HOST.to(META),
-    "copy to the device: of a list": lambda x: torch.tensor([1, 2], device=x.device),
-    "index by a mask": lambda x: x[x > 0],
-    "nonzero": lambda x: x.nonzero(),
-    "bincount": lambda x: x.long().bincount(minlength=3),
-    "index of a host tensor": lambda x: x[HOST.long()],
-}
-
-
-def test_waits_are_seen():
-    with device_without_values() as waits:
-        x = torch.empty(8, device=META)
-        for what, call in WAITS.items():
-            call(x)
-            assert waits.take() == [f"{what.partition(':')[0]}: test_engine_waits.<lambda>"]
-        to_device(HOST, META)
-        x.histc(3, min=0, max=3)
-        x[x.long()] = x * HOST[3]
-        assert waits.take() == []

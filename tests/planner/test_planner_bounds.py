@@ -18,7 +18,7 @@ from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import bound_seconds, plan_step, score
 from lengthwise.program import check_plan
 from planner.partitions import partitions
-from properties import costliest, costly
+from properties import costly
 
 Held = tuple[tuple[int, ...], tuple[int, ...]]  # ranks, lengths
 
@@ -99,15 +99,6 @@ def test_bounds_are_below_every_plan_on_two_ranks(lengths, capacity, cost):
     assert weaker <= _least_makespan(lengths, 2, capacity, cost, lone=False) * (1 + 1e-9)
     assert shared <= _least_makespan(lengths, 2, capacity, cost, lone=False, shared=True) * (1 + 1e-9)
     assert shared <= lone * (1 + 1e-9)
-
-
-@costliest
-@given(lengths=FEW, capacity=st.integers(10, 30), cost=SIMPLE_COSTS)
-@example(lengths=[10, 22], capacity=10, cost=Cost(linear_seconds=1.0, fixed_seconds=3000.0))
-def test_bound_is_below_every_plan_of_lone_rings_on_three_ranks(lengths, capacity, cost):
-    cluster = Cluster(ranks=3, capacity_tokens=capacity)
-    best = _least_makespan(lengths, 3, capacity, cost, lone=True)
-    assert bound_seconds(lengths, cluster, cost) <= best * (1 + 1e-9)
 
 
 def test_weaker_bound_knows_that_allowances_of_short_sequences_save_launches_of_long_ones() -> None:

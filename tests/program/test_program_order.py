@@ -1,4 +1,4 @@
-"""The order rules (b) and (e), the order of rings, and which microbatch is the last of all its ranks."""
+"""Who speaks to torch.distributed, that recomputation completes, the order of rings, a microbatch last on all ranks."""
 
 import ast
 import re
@@ -8,17 +8,15 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan
-from testing.order import check_order, rank_groups
+from testing.order import check_order
 
 import lengthwise
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
-from lengthwise.program import last_on_all_ranks, lower_microbatch, refuse_unsupported, ring_order
+from lengthwise.program import last_on_all_ranks, lower_microbatch, ring_order
 from properties import costly
 
 RANDOM = st.randoms(use_true_random=False)
 SOURCE = Path(lengthwise.__file__).parent
-RING = Piece(ranks=(0, 2, 1), sequences=(0,))
-PAIR = Piece(ranks=(1, 2), sequences=(1,))
 
 
 def test_order_b_only_comm_talks_to_torch_distributed_and_in_grouped_calls_alone():
@@ -48,15 +46,9 @@ def code_of(text):
     return ast.unparse(tree)
 
 
-def test_a_microbatch_that_is_the_last_of_all_its_ranks_runs_forward_once_where_routers_are_counted():
+def test_microbatch_last_on_all_ranks_by_hand():
     pieces = [Piece(ranks=ranks, sequences=(i,)) for i, ranks in enumerate([(0, 1), (2,), (1, 2), (3, 0), (3,), (4,)])]
-    plan = make_plan(6, [9] * 6, pieces)
-    assert last_on_all_ranks(plan) == {2, 4, 5}
-    labels = [label for label, _ in rank_groups(plan, 1, windows=[None], counts_routers=True)]
-    assert [label.replace("microbatch ", "").replace(" layer 0, ", " ").split(", ring")[0] for label in labels] == [
-        *("0, counting", "2, forward", "sum of counts"),  # and the graph that is kept goes backward first
-        *("2, backward", "2, backward", "0, forward", "0, backward", "0, backward", "step end"),
-    ]
+    assert last_on_all_ranks(make_plan(6, [9] * 6, pieces)) == {2, 4, 5}
     beside = make_plan(3, [9, 9, 9], [[pieces[0], pieces[1]], Piece(ranks=(0,), sequences=(2,))])
     assert last_on_all_ranks(beside) == {1}, "all pieces of a microbatch run as one"
 
@@ -65,22 +57,6 @@ def recomputing(plan, *kinds):
     return replace(
         plan, microbatches=tuple(replace(m, recompute=kind) for m, kind in zip(plan.microbatches, kinds, strict=True))
     )
-
-
-def test_order_e_recomputation_runs_the_forward_rounds_again_before_each_layers_backward():
-    plan = recomputing(make_plan(3, [8, 4], [RING, PAIR]), "layer", "all_but_attention")
-    refuse_unsupported(plan)
-    labels = [label for label, _ in rank_groups(plan, 2, windows=[None] * 2)]
-    layers = [label.removeprefix("microbatch 0, layer ") for label in labels if label.startswith("microbatch 0")]
-    forward, again, backward = (
-        [f"{name}, ring step {ring_step}" for ring_step in range(ring_steps)]
-        for name, ring_steps in (("forward", 2), ("forward again", 2), ("backward", 4))
-    )
-    assert layers == [
-        *(f"{layer}, {label}" for layer in (0, 1) for label in forward),
-        *(f"{layer}, {label}" for layer in (1, 0) for label in (*again, *backward)),
-    ]
-    assert not any("again" in label for label in labels if label.startswith("microbatch 1"))
 
 
 @costly

@@ -78,18 +78,6 @@ def test_no_other_cut_of_the_layers_has_a_quicker_slowest_chunk(seconds, first, 
     assert slowest([each.stop for each in found[:-1]]) == best
 
 
-@pytest.mark.parametrize(("stages", "virtual"), [(1, 3), (3, 1), (5, 3)])
-def test_equal_microbatches_end_after_w_m_v_plus_p_minus_1(stages: int, virtual: int) -> None:
-    cut = LayerCut(stages=stages, virtual=virtual)
-    one = stage_clocks([(0,)], np.array([2.0]), np.array([4.0]), cut)
-    assert one.end.max() == pytest.approx(6.0 * stages), "it takes its time once a stage"
-    for count in (stages, 5 * stages, *((7,) if virtual == 1 else ())):
-        seconds = np.full(count, 6.0)
-        clocks = stage_clocks([(0,)] * count, seconds / 3, seconds * 2 / 3, cut)
-        chunk_seconds = 6.0 / virtual
-        assert clocks.end.max() == pytest.approx(chunk_seconds * (count * virtual + stages - 1), rel=1e-12)
-
-
 @costly
 @given(
     rows=st.lists(
