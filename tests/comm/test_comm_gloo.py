@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from testing import run_ranks
+from testing.collectives import check_collectives, pass_around
 from testing.ranks import fork_ranks
 
 from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport
@@ -21,6 +22,8 @@ from lengthwise.comm import world as comm_world
 from lengthwise.comm.groups import DEFAULTS, nccl_options, set_defaults
 from lengthwise.core.errors import ConfigError, DataError, PlanError, RankError, TransferError
 from lengthwise.run import launch as launching
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -39,44 +42,11 @@ def test_gloo_moves_messages_and_bytes_and_sums():
         got.append(broadcast_bytes(t, b"from 2" if t.rank == 2 else None, source=2) == b"from 2")
         t.exchange([], []).wait()
         agree(t, b"plan", "plan")
-        return all(got), moved(t), overlapping(t)
+        pass_around(t, CPU)
+        check_collectives(t, CPU)
+        return all(got)
 
-    for rank, result in enumerate(run_ranks(work, 3)):
-        assert result == (True, wanted(rank), True)
-
-
-def moved(t):
-    """Use every call once; return what came."""
-    out, room = torch.full((2, 3), float(t.rank)), torch.empty(2, 3)
-    t.exchange([(out, (t.rank + 1) % 3)], [(room, (t.rank - 1) % 3)]).wait()
-    total, piece, everyone = torch.tensor([float(t.rank + 1)]), torch.empty(2), torch.empty(6)
-    t.all_reduce(total)
-    t.reduce_scatter(piece, torch.arange(6.0))
-    t.all_gather(everyone, torch.full((2,), float(t.rank)))
-    t.broadcast(out, 1)
-    return [room.unique().tolist(), total.tolist(), piece.tolist(), everyone.tolist(), out.unique().tolist()]
-
-
-def wanted(rank):
-    """Return what each of three ranks finds in `moved`."""
-    return [[(rank - 1) % 3], [6], [6 * rank, 6 * rank + 3], [0, 0, 1, 1, 2, 2], [1]]
-
-
-def overlapping(t):
-    """Begin many collectives, wait for them from the last to the first; return whether all came out right."""
-    many = range(12)
-    pieces, everyone = [torch.empty(5) for _ in many], [torch.empty(9) for _ in many]
-    sources = [torch.arange(15.0) * (n + 1) + t.rank for n in many]
-    pending = [t.reduce_scatter_async(piece, source) for piece, source in zip(pieces, sources, strict=True)]
-    del sources  # what is under way is kept for it
-    pending += [t.all_gather_async(all_, torch.full((3,), t.rank + 10.0 * n)) for n, all_ in enumerate(everyone)]
-    for each in reversed(pending):
-        each.wait()
-        each.wait()
-    own = torch.arange(15.0)[5 * t.rank : 5 * t.rank + 5]
-    summed = all(torch.equal(piece, 3 * (n + 1) * own + 3) for n, piece in enumerate(pieces))
-    gathered = [torch.tensor([0.0, 1, 2]).repeat_interleave(3) + 10 * n for n in many]
-    return summed and all(torch.equal(a, b) for a, b in zip(everyone, gathered, strict=True))
+    assert run_ranks(work, 3) == [True] * 3
 
 
 def test_gloo_order_c_connects_all_edges_at_distance_1_and_2_at_start(monkeypatch):
@@ -153,8 +123,8 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
         t = TorchTransport(dataclasses.replace(world, gpus=3), timeout_seconds=7)
         agree(t, b"plan", "plan")
         assert not t.shares_gpus
-        assert moved(t) == wanted(t.rank)
-        assert overlapping(t)
+        pass_around(t, CPU)
+        check_collectives(t, CPU)
         before = t.clock.waited_seconds
         if t.rank == 0:
             time.sleep(0.3)
