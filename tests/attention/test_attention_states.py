@@ -185,9 +185,7 @@ EMPTY = make_plan(
 
 
 def test_ranks_with_empty_spans_take_part_in_backward():
-    scan = TokenByToken(is_matrix=True)
-    rows = [drawn_tokens(length, True, seed) for seed, length in enumerate(EMPTY.tokens)]
-    check(EMPTY, rows, lambda spans, x: scan_spans(spans, x, scan), whole_text(scan))
+    check_scan(EMPTY, is_matrix=True)
 
 
 def test_a_rank_sends_one_state_and_one_map_a_pass_whatever_the_length():

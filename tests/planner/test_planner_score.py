@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.pipelines import as_pipeline
 from testing.plans import draw_lengths, make_plan, random_plan
 
 from judge import Coefficients, broken_rules, judge
@@ -75,11 +76,6 @@ def changed(plan, **changes):
     return replace(plan, microbatches=(replace(plan.microbatches[0], **changes),))
 
 
-def piped(plan, stages, virtual=1):
-    schedule = {"kind": "pipeline", "stages": stages, "virtual": virtual}
-    return replace(plan, schedule=schedule, requires=("pipeline",))
-
-
 def test_score_starts_a_ring_when_its_last_rank_is_free_and_counts_idle_ranks():
     scored = score(make_plan(3, (5, 40, 7), [ring([0], 0), ring([0, 1], 1), ring([2], 2)]), COST)
     assert scored.busy_seconds == (15 + 30, 30, 17)
@@ -115,15 +111,15 @@ def test_score_refuses_what_its_costs_do_not_tell_and_what_are_no_speeds(said, p
 
 def test_score_of_a_pipeline_runs_its_stages():
     plan = make_plan(2, (20,) * 8, [ring([rank], 2 * i + rank) for i in range(4) for rank in (0, 1)])
-    scored = score(piped(plan, 4, 2), COST)
+    scored = score(as_pipeline(plan, 4, 2), COST)
     assert scored.makespan_seconds == pytest.approx(30 / 2 * (4 * 2 + 3))
     assert scored.busy_seconds == (120, 120)
-    assert score(piped(plan, 1, 2), COST).makespan_seconds == 120
+    assert score(as_pipeline(plan, 1, 2), COST).makespan_seconds == 120
     staged = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=4)
     alone = staged.piece_seconds([5000], 1) + staged.fixed_seconds
     equal = make_plan(2, (5000,) * 4, [ring([0], i) for i in range(4)], layers=32)
     for virtual, fill in ((1, 3.0), (2, 1.5)):
-        assert score(piped(equal, 4, virtual), staged).makespan_seconds == pytest.approx(alone * (4 + fill))
+        assert score(as_pipeline(equal, 4, virtual), staged).makespan_seconds == pytest.approx(alone * (4 + fill))
     assert score(equal, staged).makespan_seconds == pytest.approx(alone * (4 + 3)), "stages of the costs fill, too"
 
 

@@ -53,18 +53,13 @@ def test_microbatch_last_on_all_ranks_by_hand():
     assert last_on_all_ranks(beside) == {1}, "all pieces of a microbatch run as one"
 
 
-def recomputing(plan, *kinds):
-    return replace(
-        plan, microbatches=tuple(replace(m, recompute=kind) for m, kind in zip(plan.microbatches, kinds, strict=True))
-    )
-
-
 @costly
 @given(choose=RANDOM, ranks=st.integers(1, 8), count=st.integers(1, 6), heads=st.sampled_from([1, 840]))
 def test_order_e_any_plan_with_split_heads_and_any_recomputation_completes(choose, ranks, count, heads):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
     kinds = [choose.choice(RECOMPUTE_KINDS) for _ in plan.microbatches]
-    mixed = recomputing(plan, *kinds)
+    mixed = (replace(each, recompute=kind) for each, kind in zip(plan.microbatches, kinds, strict=True))
+    mixed = replace(plan, microbatches=tuple(mixed))
     again = sum(
         len(each.transfers)
         for index, kind in enumerate(kinds)
