@@ -41,12 +41,7 @@ def as_pipeline(plan: Plan, stages: int, virtual: int = 1, *, recompute: Sequenc
 
 
 def pipeline_difference(
-    pair: dict[str, torch.nn.Module],
-    plan: Plan,
-    lengths: Sequence[int],
-    *,
-    precision: str = "fp64",
-    **options: Any,
+    pair: dict[str, torch.nn.Module], plan: Plan, lengths: Sequence[int], *, precision: str = "fp64", **options: Any
 ) -> Difference:
     """Run a plan of kind `pipeline` on threads as ranks, and the plain model in one; return how far apart they are."""
     batch, expected = reference(pair["plain"], tuple(lengths), precision)

@@ -5,11 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from testing import (
-    RecordingTransport,
-    make_plan,
-    relative_error,
-)
+from testing import RecordingTransport, make_plan, relative_error
 from testing.varlen import ReferenceVarlenOps
 
 from attention.whole_documents import TOLERANCES, check, dense, documents, run_strict

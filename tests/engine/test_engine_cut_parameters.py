@@ -8,15 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import (
-    LiveBytes,
-    build_pair,
-    family_difference,
-    make_plan,
-    random_plan,
-    run_ranks,
-    tiny_family_config,
-)
+from testing import LiveBytes, build_pair, family_difference, make_plan, random_plan, run_ranks, tiny_family_config
 from testing.laid import whole_parameters
 from testing.late import LateTransport
 from testing.peaks import kept_bytes

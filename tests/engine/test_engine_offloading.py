@@ -4,15 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from testing import (
-    SIZES,
-    CountingStore,
-    DelayedStore,
-    build_pair,
-    make_batch,
-    make_plan,
-    run_step,
-)
+from testing import SIZES, CountingStore, DelayedStore, build_pair, make_batch, make_plan, run_step
 from testing.pipelines import as_pipeline, run_pipeline
 from testing.stores import CopyStore
 from testing.tiny import tiny_family_config

@@ -25,13 +25,7 @@ from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.step import StepContext, run_part
-from lengthwise.models import (
-    FAMILIES,
-    Computing,
-    ModelStage,
-    choose_model_kernel,
-    wrapped_layers,
-)
+from lengthwise.models import FAMILIES, Computing, ModelStage, choose_model_kernel, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.experts import choose_experts, needs_of
 from lengthwise.program.stage_program import cut_layers

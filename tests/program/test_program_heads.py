@@ -6,15 +6,7 @@ from testing import draw_lengths, make_plan, random_plan
 from testing.order import rank_groups
 
 from lengthwise.core.plan import Piece
-from lengthwise.program import (
-    Content,
-    RankRound,
-    far_peers,
-    line_peers,
-    lower_microbatch,
-    lower_plan,
-    ring_order,
-)
+from lengthwise.program import Content, RankRound, far_peers, line_peers, lower_microbatch, lower_plan, ring_order
 
 RANDOM, WINDOW = st.randoms(use_true_random=False), st.none() | st.integers(1, 45)
 HEADS = 840  # divided by every degree up to 8
