@@ -49,6 +49,15 @@ def planners_of(tokens: Sequence[int], cluster: Cluster) -> tuple[str, ...]:
     return PLANNERS if max(tokens) <= cluster.capacity_tokens else CUTTING_PLANNERS
 
 
+def in_turn(plan: Plan, **choices: Sequence[str] | Sequence[float]) -> Plan:
+    """Give a plan's microbatches these choices in turn: kinds of `recompute`, ratios of `offload`."""
+    chosen = (
+        replace(each, **{name: values[number % len(values)] for name, values in choices.items()})
+        for number, each in enumerate(plan.microbatches)
+    )
+    return replace(plan, microbatches=tuple(chosen))
+
+
 def random_plan(
     choose: random.Random,
     ranks: int,

@@ -30,14 +30,17 @@ from lengthwise.cost import all_terms_cost, named_hardware
     window=st.one_of(st.none(), st.integers(1, 45)),
     with_sinks=st.booleans(),
     dtype=st.sampled_from([torch.float64, torch.float32]),
-    packs=st.booleans(),
+    packs=st.sampled_from(["never", "always", "below 12"]),
 )
 def test_heads_equal_dense_under_any_plan(choose, ranks, count, sizes, window, with_sinks, dtype, packs):
+    """Also under a kernel that joins blocks into packs, all or those of fewer than 12 tokens."""
     heads, kv_heads = sizes
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
     plan = with_branches(choose, plan) if choose.random() < 0.5 else plan
     sinks = torch.linspace(-3, 2, heads, dtype=dtype) if with_sinks else None
-    kernel = VarlenKernel(ReferenceVarlenOps()) if packs else FlashCpuKernel()
+    kernel = FlashCpuKernel() if packs == "never" else VarlenKernel(ReferenceVarlenOps())
+    if packs == "below 12":
+        kernel.full_from = 12
     rows = documents(plan.tokens, dtype, heads=heads, kv_heads=kv_heads)
     check(run_strict(plan, rows, kernel, window=window, sinks=sinks), rows, plan=plan, window=window, sinks=sinks)
 

@@ -201,6 +201,8 @@ def test_step_end_uses_all_links_of_a_node() -> None:
     assert cost.step_end_seconds(1) == 0
     assert cost.step_end_seconds(4) == 64 * 3 / 4 / 8
     assert cost.step_end_seconds(8) == 64 * 7 / 8 / 4  # four links of 1 a node
+    narrow = replace(cost, uplink_bytes_per_second=0.5)
+    assert [narrow.step_end_seconds(ranks) for ranks in (4, 8)] == [cost.step_end_seconds(4), 64 * 7 / 8 / 0.5]
 
 
 COEFFICIENTS = ("quadratic_seconds", "linear_seconds", "fixed_seconds", "ring_seconds", "hop_seconds")

@@ -3,8 +3,7 @@
 Lengths are those of long contexts, which cost nothing here, so that all kernels of a Hopper GPU are chosen by length.
 """
 
-import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import pytest
@@ -15,6 +14,7 @@ from testing import make_batch, make_plan, tiny_family_config
 from testing.laid import freed_parameters, stage_parameters, whole_parameters
 from testing.on_meta import HOPPER, META, OneOfMany, device_without_values, pinned_store_on_meta
 from testing.pipelines import as_pipeline
+from testing.plans import in_turn
 from testing.tiny import VARIANTS, VOCAB
 from transformers import AutoModelForCausalLM
 
@@ -103,9 +103,7 @@ def plan_of(case, layers):
     lengths, pieces = case.plan
     ranks = 1 + max(rank for each in pieces for piece in each for rank in piece.ranks)
     plan = make_plan(ranks, lengths, pieces, layers=layers)
-    kinds = itertools.cycle(case.recompute)
-    microbatches = (replace(each, recompute=next(kinds), offload=case.offload) for each in plan.microbatches)
-    plan = replace(plan, microbatches=tuple(microbatches))
+    plan = in_turn(plan, recompute=case.recompute, offload=[case.offload])
     if case.stages > 1:
         return as_pipeline(plan, case.stages, recompute=case.recompute)
     return in_waves(plan, *case.recompute) if case.node else plan

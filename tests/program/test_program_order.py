@@ -2,13 +2,13 @@
 
 import ast
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan
 from testing.order import check_order
+from testing.plans import in_turn
 
 import lengthwise
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
@@ -58,8 +58,7 @@ def test_microbatch_last_on_all_ranks_by_hand():
 def test_order_e_any_plan_with_split_heads_and_any_recomputation_completes(choose, ranks, count, heads):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
     kinds = [choose.choice(RECOMPUTE_KINDS) for _ in plan.microbatches]
-    mixed = (replace(each, recompute=kind) for each, kind in zip(plan.microbatches, kinds, strict=True))
-    mixed = replace(plan, microbatches=tuple(mixed))
+    mixed = in_turn(plan, recompute=kinds)
     again = sum(
         len(each.transfers)
         for index, kind in enumerate(kinds)

@@ -91,13 +91,6 @@ def test_groups_that_cross_nodes_exchange_over_their_share_of_the_uplink() -> No
     assert piece_layer(inside, [40_000], narrow).exchange == pytest.approx(piece_layer(inside, [40_000], cost).exchange)
 
 
-def test_the_steps_end_takes_no_more_than_the_uplinks() -> None:
-    cost = all_terms_cost(SHAPE, NODES_OF_4)
-    narrow = replace(cost, uplink_bytes_per_second=1e9)
-    assert narrow.step_end_seconds(16) == pytest.approx(cost.reduced_bytes * 15 / 16 / 1e9)
-    assert narrow.step_end_seconds(4) == cost.step_end_seconds(4)
-
-
 @costly
 @given(
     tokens=st.lists(st.one_of(st.integers(1, 60), st.integers(1, 60_000)), min_size=1, max_size=10),
