@@ -112,6 +112,13 @@ def test_states_are_those_of_the_layout(layout, a_parameter) -> None:
     assert memory.state_bytes() == pytest.approx(100 * a_parameter)
 
 
+def test_adapters_gather_two_layers_and_no_gradients() -> None:
+    memory = StepMemory(shape=LLAMA_7B, dtype_bytes=2, ranks=64, shard="zero3", trained=1_000_000)
+    layer = (LLAMA_7B.total_params - 2 * 4096 * LLAMA_7B.vocab) / 32
+    assert memory.gathered_bytes() == pytest.approx(2 * 2 * layer)
+    assert memory.peak_bytes(128) == memory.state_bytes() + memory.gathered_bytes() + memory.microbatch_bytes(128)
+
+
 def test_the_first_stage_keeps_more_microbatches_than_the_last() -> None:
     assert LayerCut(stages=4).microbatches_kept == 4
     assert LayerCut(stages=4, virtual=3).microbatches_kept == 4 + 3 / 3
