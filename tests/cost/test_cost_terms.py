@@ -253,9 +253,8 @@ def test_analytic_cost_counts_flops_and_bytes() -> None:
     assert cost.linear_seconds == pytest.approx(6 * matrices / (989e12 * 0.42))
     assert cost.quadratic_seconds == pytest.approx(7 * 32 * 32 * 128 / (989e12 * 0.528))
     forward = 2 * 2 * 8 * 128 * 32  # K and V in bf16
-    assert cost.ring_bytes / cost.far.bytes_per_second == pytest.approx(
-        4 * forward / 50e9
-    )  # backward is 3 x: K, V again and fp32 dK, dV
+    passed = 4 * forward  # backward is 3 x: K, V again and fp32 dK, dV
+    assert cost.ring_bytes / cost.far.bytes_per_second == pytest.approx(passed / 50e9)
 
 
 def test_paper_gpu_gives_the_published_layer_times() -> None:
@@ -315,9 +314,8 @@ def choosing(**changes) -> Cost:
 
 def test_ranks_hold_what_the_plan_file_and_the_host_allow() -> None:
     token_bytes = JOINT.copy_bytes["none"]
-    assert (
-        choosing().most_held_tokens(CAPACITY) == min(CAPACITY * 16, CAPACITY + int(JOINT.host_bytes / token_bytes)) - 1
-    )
+    most = min(CAPACITY * 16, CAPACITY + int(JOINT.host_bytes / token_bytes)) - 1
+    assert choosing().most_held_tokens(CAPACITY) == most
     small = replace(JOINT, host_bytes=1000.5 * token_bytes)
     assert choosing(terms=small).most_held_tokens(CAPACITY) == CAPACITY + 999
     assert choosing(layers=2).most_held_tokens(CAPACITY) == CAPACITY
@@ -336,10 +334,7 @@ def test_a_long_completion_keeps_the_speed_of_its_own_block() -> None:
 
 
 def test_a_prefix_in_a_prefix_is_a_block_of_its_own() -> None:
-    """1,000 tokens, which 600 continue, which two answers of 200 continue; then one of 200 that skips the 600.
-
-    A smaller tree is beside it.
-    """
+    """1,000 tokens, which 600 continue, which two of 200 continue, and one of 200; a smaller tree is beside it."""
     cost = Cost(quadratic_seconds=1e-6, block_efficiency=((100, 0.1), (1000, 1.0)))
     spans = ((0, 1000), (1000, 1600), (1600, 1800), (1600, 1800), (1000, 1200))
     trees = [Tree((0, 1, 2, 3, 4), spans), Tree((5, 6), ((0, 1000), (1000, 1600)))]

@@ -61,10 +61,7 @@ def _makespan(microbatches: Sequence[Sequence[Held]], ranks: int, cost: Cost) ->
 
 
 def _least_makespan(lengths, ranks, capacity, cost, *, lone, shared=False):
-    """Try every plan: pieces, their ranks, their microbatches, and every order.
-
-    `lone`: rings of one sequence, alone in a microbatch; `shared`: beside others, no rank above the capacity then.
-    """
+    """Try every plan. lone: rings of one sequence, alone; shared: beside others, no rank above the capacity then."""
     places = [where for n in range(1, ranks + 1) for where in itertools.combinations(range(ranks), n)]
     best = float("inf")
     for groups in partitions(range(len(lengths))):
@@ -75,10 +72,7 @@ def _least_makespan(lengths, ranks, capacity, cost, *, lone, shared=False):
             joined = [[[i] for i in range(len(pieces))]] if lone else partitions(range(len(pieces)))
             for together in joined:
                 microbatches = [[pieces[i] for i in group] for group in together]
-                if all(
-                    _fits(microbatch, ranks, capacity, rounding=not shared or len(microbatch) == 1)
-                    for microbatch in microbatches
-                ):
+                if all(_fits(each, ranks, capacity, rounding=not shared or len(each) == 1) for each in microbatches):
                     for order in itertools.permutations(microbatches):
                         best = min(best, _makespan(order, ranks, cost))
     return best

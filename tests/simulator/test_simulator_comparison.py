@@ -7,7 +7,6 @@ import pytest
 from lengthwise.core.shape import Cluster
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
-from lengthwise.cost.shard_choice import Shard
 from lengthwise.planner import PlanOptions
 from lengthwise.program import check_plan
 from lengthwise.report.branches import branches_json, branches_notes
@@ -45,9 +44,7 @@ FEW = Scenario(shape=SHAPE, hardware=H100, devices=4)
 NODE = Scenario(shape=SHAPE, hardware=H100, devices=8)
 
 
-def run(
-    tokens: list[int], scenario: Scenario, layout: Shard, held: int, kind: str, how: LockStep | None = None
-) -> Found:
+def run(tokens, scenario, layout, held, kind, how=None) -> Found:
     """Run one batch with FSDP2, or without `how` with Lengthwise."""
     mesh = RankMesh(layout=layout, held=((kind, held),), heads="auto", lock_step=how)
     found = best_mesh("FSDP2" if how else "lengthwise", [tokens], replace(scenario, only=mesh)).found
