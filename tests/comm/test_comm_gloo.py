@@ -17,7 +17,7 @@ from testing import run_ranks
 from testing.collectives import check_collectives, pass_around
 from testing.ranks import fork_ranks
 
-from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
+from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport
 from lengthwise.comm import world as comm_world
 from lengthwise.comm.groups import DEFAULTS, nccl_options, set_defaults
 from lengthwise.core.errors import ConfigError, DataError, PlanError, RankError, TransferError
@@ -277,26 +277,6 @@ def test_join_says_which_transport_and_why():
         return said
 
     assert fork_ranks(work, 2) == [["transfers: gloo; because the run computes on the CPU"]] * 2
-
-
-def test_ranks_of_torchrun_meet_again_after_they_left():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of torchrun, for all its ranks
-
-    def work(t):
-        t.close()
-        ours = {"RANK": t.rank, "WORLD_SIZE": 2, "LOCAL_RANK": t.rank}
-        ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        os.environ.update({name: str(value) for name, value in ours.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-        sums = []
-        for _ in range(2):
-            time.sleep(0.3 * t.rank)  # what rank 1 wrote last time must not be met
-            again = join(world_from_environment(), timeout_seconds=10.0)
-            again.all_reduce(number := torch.ones(1))
-            sums.append(number.item())
-            again.close()
-        return sums
-
-    assert run_ranks(work, 2) == [[2.0, 2.0]] * 2
 
 
 def test_a_rank_that_nobody_meets_says_so(tmp_path):

@@ -162,12 +162,6 @@ def test_comparison_says_what_a_gpu_holds_where_a_sequence_is_too_long() -> None
     assert refusals[ONE_RING] == refusals[OURS] is None
 
 
-def test_comparison_of_a_model_that_fits_nowhere() -> None:
-    found = compare([[100]], Scenario(shape=named_shape("llama-70b"), hardware=H100, devices=2))
-    assert found.best_other is None
-    assert all("no room beside" in row.refusal.got for row in found.rows)
-
-
 def test_an_optimizer_on_the_host_makes_room_in_all_ways_and_takes_time() -> None:
     large = Scenario(shape=named_shape("qwen3-32b"), hardware=H100, devices=8)
     assert not large.held("zero3")
