@@ -130,27 +130,14 @@ def test_score_prices_where_a_ring_is():
 
 
 def test_score_prices_what_a_plan_asks_for():
-    ranks = tuple(range(16))
-    plain = make_plan(16, (30_000,), [ring(ranks, 0)], layers=32)
-    launch = ALL_TERMS.fixed_seconds
-
-    def alone(**choice):
-        return ALL_TERMS.piece_seconds([30_000], 16, Choice(**choice), ranks=ranks)
-
-    heads, shares = (
-        make_plan(16, (30_000,), [ring(ranks, 0, **asked)], layers=32)
-        for asked in ({"heads": 4}, {"shares": (2.0,) * 8 + (1.0,) * 8})
-    )
-    took = {
-        "plain": (score(plain, ALL_TERMS).makespan_seconds, alone() + launch),
-        "heads": (score(heads, ALL_TERMS).makespan_seconds, alone(heads=4) + launch),
-        "offload": (score(changed(plain, offload=1.0), ALL_TERMS).makespan_seconds, alone(offload=1.0) + launch),
-        "layer": (
-            score(changed(plain, recompute="layer"), ALL_TERMS).makespan_seconds,
-            alone(recompute="layer") + 4 / 3 * launch,
-        ),
-    }
-    for name, (scored, expected) in took.items():
-        assert scored == pytest.approx(expected), name
-    seconds = [scored for scored, _ in took.values()] + [score(shares, ALL_TERMS).makespan_seconds]
+    ranks, seconds = tuple(range(16)), []
+    for asked, launches in (({}, 1), ({"heads": 4}, 1), ({"offload": 1.0}, 1), ({"recompute": "layer"}, 4 / 3)):
+        heads = {"heads": asked["heads"]} if "heads" in asked else {}
+        plan = make_plan(16, (30_000,), [ring(ranks, 0, **heads)], layers=32)
+        plan = plan if heads else changed(plan, **asked)
+        alone = ALL_TERMS.piece_seconds([30_000], 16, Choice(**asked), ranks=ranks)
+        seconds.append(score(plan, ALL_TERMS).makespan_seconds)
+        assert seconds[-1] == pytest.approx(alone + launches * ALL_TERMS.fixed_seconds), asked
+    shares = make_plan(16, (30_000,), [ring(ranks, 0, shares=(2.0,) * 8 + (1.0,) * 8)], layers=32)
+    seconds.append(score(shares, ALL_TERMS).makespan_seconds)
     assert len({round(each, 9) for each in seconds}) == 5
