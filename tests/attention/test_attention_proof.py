@@ -136,9 +136,8 @@ def test_a_kernel_that_is_wrong_on_one_rank_is_used_by_none(monkeypatch):
 
     def on(transport):
         here.rank = rank = transport.rank
-        kernels[rank] = type(
-            choose_kernel(CPU, AttentionNeeds(head_dim=16), say=said[rank].append, transport=transport)
-        )
+        how = {"say": said[rank].append, "transport": transport}
+        kernels[rank] = type(choose_kernel(CPU, AttentionNeeds(head_dim=16), **how))
 
     monkeypatch.setattr(choose, "_proof", proof)
     StrictWorld(3).run(on)

@@ -74,9 +74,8 @@ def test_annealed_plans_are_valid_and_never_later(ranks: int, tokens: list[int],
 
 def test_annealing_holds_no_pack_whose_chunks_pile_up_on_one_rank() -> None:
     """Three tokens over four ranks: one holds two of them. Four such packs are 12 tokens, but 8 on that rank, not 7."""
-    request = PlanRequest(
-        tokens=(3, 3, 3, 3), cluster=Cluster(ranks=4, capacity_tokens=3), cost=Cost(linear_seconds=1.0)
-    )
+    cluster = Cluster(ranks=4, capacity_tokens=3)
+    request = PlanRequest(tokens=(3, 3, 3, 3), cluster=cluster, cost=Cost(linear_seconds=1.0))
     whole = make_plan(4, request.tokens, [Piece(ranks=(0, 2, 3, 1), sequences=(0, 1, 2, 3))])
     with pytest.raises(PlanError, match="at most 3 tokens held"):
         check_plan(replace(whole, capacity=3))
