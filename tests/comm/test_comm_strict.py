@@ -4,7 +4,7 @@ import pytest
 import torch
 from testing.strict import StrictWorld
 
-from lengthwise.comm import agree
+from lengthwise.comm import SoloTransport, agree, broadcast_bytes
 from lengthwise.core.errors import PlanError, RankError, TransferError
 
 
@@ -121,3 +121,17 @@ def test_agree_names_the_ranks_that_differ():
         return True
 
     assert StrictWorld(4).run(work) == [True] * 4
+
+
+def test_world_of_one_needs_no_one():
+    t, out, everyone = SoloTransport(), torch.full((3,), 7.0), torch.full((3,), 7.0)
+    agree(t, b"x", "plan")
+    assert broadcast_bytes(t, b"abc") == b"abc"
+    pending = t.reduce_scatter_async(out, torch.arange(3.0)), t.all_gather_async(everyone, out)
+    assert [each.wait() for each in pending] == [None, None]
+    t.all_reduce(out)
+    t.broadcast(out, 0)
+    assert out.tolist() == everyone.tolist() == [0, 1, 2]
+    t.exchange([], []).wait()
+    with pytest.raises(AssertionError, match="world of one"):
+        t.exchange([(out, 0)], [])
