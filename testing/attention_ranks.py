@@ -42,8 +42,36 @@ def attend_on_ranks(
     `run` calls a function on each rank.
     """
 
-    def work(transport: Transport) -> Any:
-        return _run_rank(around(transport), plan, rows, kernel, scale, window, sinks, softcap, mutual, device)
+    @torch.no_grad()  # as in autograd's functions
+    def work(inner: Transport) -> Any:
+        """Return (sequence, start, stop, [out, dq, dk, dv]) of this rank's segments, and its gradient of the sinks."""
+        transport = around(inner)
+        pieces, of_sinks = [], None if sinks is None else torch.zeros_like(sinks)
+        heads = tuple(rows[0][n].shape[1] for n in range(3))
+        programs = lower_plan(plan, transport.rank, mutual=mutual)
+        transport.connect(far_peers(programs, transport.rank))
+        for program in programs:
+            segments = program.segments(transport.rank)
+            q, k, v, grad = (
+                torch.cat([rows[each.sequence][n][each.start : each.stop] for each in segments])
+                .to(device)
+                .transpose(0, 1)
+                .contiguous()
+                .transpose(0, 1)  # heads first in memory, as models have them
+                for n in range(4)
+            )
+            planned = PlannedAttention(program, transport, kernel)
+            out, attended = planned.forward(Block(q=q, k=k, v=v, scale=scale, softcap=softcap), window, sinks)
+            assert out.dtype == q.dtype
+            *grads, sink_grad = planned.backward(grad, attended, heads, window, sinks)
+            assert (sink_grad is None) == (sinks is None)
+            of_sinks = of_sinks if of_sinks is None or sink_grad is None else of_sinks + sink_grad
+            start = 0
+            for each in segments:
+                results = [x[start : start + each.num_tokens].cpu() for x in (out, *grads) if x is not None]
+                pieces.append((each.sequence, each.start, each.stop, results))
+                start += each.num_tokens
+        return pieces, of_sinks
 
     whole = [[torch.full_like(row[n], float("nan"), device="cpu") for n in (0, 0, 1, 2)] for row in rows]
     every = run(work, plan.ranks)
@@ -53,45 +81,3 @@ def attend_on_ranks(
             into[start:stop] = part
     of_sinks = [grad for _, grad in every if grad is not None]
     return whole, torch.stack(of_sinks).sum(0) if of_sinks else None
-
-
-@torch.no_grad()  # as in autograd's functions
-def _run_rank(
-    transport: Transport,
-    plan: Plan,
-    rows: Sequence[Rows],
-    kernel: BlockKernel,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-    softcap: float | None,
-    mutual: MutualSpans | None,
-    device: torch.device | None,
-) -> tuple[list[tuple[int, int, int, list[Tensor]]], Tensor | None]:
-    """Return (sequence, start, stop, [out, dq, dk, dv]) of this rank's segments, and its gradient of the sinks."""
-    pieces, of_sinks = [], None if sinks is None else torch.zeros_like(sinks)
-    heads = tuple(rows[0][n].shape[1] for n in range(3))
-    programs = lower_plan(plan, transport.rank, mutual=mutual)
-    transport.connect(far_peers(programs, transport.rank))
-    for program in programs:
-        segments = program.segments(transport.rank)
-        q, k, v, grad = (
-            torch.cat([rows[each.sequence][n][each.start : each.stop] for each in segments])
-            .to(device)
-            .transpose(0, 1)
-            .contiguous()
-            .transpose(0, 1)  # heads first in memory, as models have them
-            for n in range(4)
-        )
-        planned = PlannedAttention(program, transport, kernel)
-        out, attended = planned.forward(Block(q=q, k=k, v=v, scale=scale, softcap=softcap), window, sinks)
-        assert out.dtype == q.dtype
-        *grads, sink_grad = planned.backward(grad, attended, heads, window, sinks)
-        assert (sink_grad is None) == (sinks is None)
-        of_sinks = of_sinks if of_sinks is None or sink_grad is None else of_sinks + sink_grad
-        start = 0
-        for each in segments:
-            results = [x[start : start + each.num_tokens].cpu() for x in (out, *grads) if x is not None]
-            pieces.append((each.sequence, each.start, each.stop, results))
-            start += each.num_tokens
-    return pieces, of_sinks

@@ -279,12 +279,7 @@ def _units(layers: int, *, tied: bool) -> list[UnitKind]:
 
 
 def _pass_groups(
-    program: MicrobatchProgram,
-    rank: int,
-    name: str,
-    windows: Sequence[Layer],
-    units: Sequence[UnitKind],
-    node: range,
+    program: MicrobatchProgram, rank: int, name: str, windows: Sequence[Layer], units: Sequence[UnitKind], node: range
 ) -> Iterator[tuple[str, list[Operation]]]:
     """Yield the groups of a pass. units: what is gathered in it by a node; none: all parameters are there."""
     rounds = dict(_layer_groups(program, rank, name, windows))

@@ -23,6 +23,7 @@ from lengthwise.program.stage_program import cut_layers
 from lengthwise.run.verify import gradient_differences, relative_difference
 from testing.families import Difference, reference
 from testing.laid import stage_parameters
+from testing.plans import in_turn
 from testing.strict import StrictWorld
 
 CPU = torch.device("cpu")
@@ -30,23 +31,13 @@ CPU = torch.device("cpu")
 
 def as_pipeline(plan: Plan, stages: int, virtual: int = 1, *, recompute: Sequence[str] = ("none",)) -> Plan:
     """Return a plan whose ranks are replicas of so many stages; microbatches take kinds of recomputation in turn."""
-    return replace(
-        plan,
-        schedule={"kind": "pipeline", "stages": stages, "virtual": virtual},
-        requires=tuple(sorted({*plan.requires, "pipeline"})),
-        microbatches=tuple(
-            replace(each, recompute=recompute[number % len(recompute)]) for number, each in enumerate(plan.microbatches)
-        ),
-    )
+    requires = tuple(sorted({*plan.requires, "pipeline"}))
+    schedule = {"kind": "pipeline", "stages": stages, "virtual": virtual}
+    return replace(in_turn(plan, recompute=recompute), schedule=schedule, requires=requires)
 
 
 def pipeline_difference(
-    pair: dict[str, torch.nn.Module],
-    plan: Plan,
-    lengths: Sequence[int],
-    *,
-    precision: str = "fp64",
-    **options: Any,
+    pair: dict[str, torch.nn.Module], plan: Plan, lengths: Sequence[int], *, precision: str = "fp64", **options: Any
 ) -> Difference:
     """Run a plan of kind `pipeline` on threads as ranks, and the plain model in one; return how far apart they are."""
     batch, expected = reference(pair["plain"], tuple(lengths), precision)

@@ -49,6 +49,15 @@ def planners_of(tokens: Sequence[int], cluster: Cluster) -> tuple[str, ...]:
     return PLANNERS if max(tokens) <= cluster.capacity_tokens else CUTTING_PLANNERS
 
 
+def in_turn(plan: Plan, **choices: Sequence[str] | Sequence[float]) -> Plan:
+    """Give a plan's microbatches these choices in turn: kinds of `recompute`, ratios of `offload`."""
+    chosen = (
+        replace(each, **{name: values[number % len(values)] for name, values in choices.items()})
+        for number, each in enumerate(plan.microbatches)
+    )
+    return replace(plan, microbatches=tuple(chosen))
+
+
 def random_plan(
     choose: random.Random,
     ranks: int,
@@ -101,11 +110,6 @@ def line_to(plan: Plan, sequence: int) -> list[int]:
     """Return the sequences that a sequence continues, in the order of the text, and then itself."""
     parent = plan.parents[sequence] if plan.parents else None
     return [sequence] if parent is None else [*line_to(plan, parent), sequence]
-
-
-def visible_pairs(length: int) -> set[tuple[int, int]]:
-    """List the (query, key) pairs of one sequence under a causal mask."""
-    return {(query, key) for query in range(length) for key in range(query + 1)}
 
 
 def _random_shares(choose: random.Random, degree: int) -> tuple[float, ...] | None:

@@ -21,14 +21,7 @@ from torch import Tensor, nn
 from lengthwise import Session
 from lengthwise.core.errors import LengthwiseError, NumericError
 from lengthwise.models import keep_double
-from testing.loop_programs.models import (
-    SUM_SCALE,
-    by_sums,
-    make_model,
-    make_optimizer,
-    make_parameter,
-    make_rows,
-)
+from testing.loop_programs.models import SUM_SCALE, by_sums, make_model, make_optimizer, make_parameter, make_rows
 from testing.loop_programs.program import LAYOUTS, Operation, Program
 from testing.saved import new_folder, whole_state
 from testing.small import loss_tokens

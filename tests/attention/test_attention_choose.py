@@ -5,12 +5,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from testing.varlen import ReferenceFlashAttn
 
 from lengthwise.attention import AttentionNeeds, ReferenceKernel, check_attention, choose_kernel
-from lengthwise.attention.abilities import GpuAbilities, obstacle, order_of
+from lengthwise.attention.abilities import GpuAbilities
 from lengthwise.attention.choose import _build, _chosen
 from lengthwise.attention.packs import PackKernel
 from lengthwise.attention.proof_cases import prove_kernel
@@ -98,30 +96,6 @@ def test_the_package_flash_attn_caps_scores_where_it_is_there_and_right(monkeypa
         kernel, reason = gpu_kernel(abilities, capped, faults=faults)
         assert isinstance(kernel, ReferenceKernel)
         assert reason.endswith(against)
-
-
-@given(
-    capability=st.tuples(st.integers(7, 12), st.integers(0, 9)),
-    has=st.fixed_dictionaries({name: st.booleans() for name in ALL if name != "cudnn"}),
-    cudnn=st.sampled_from([0, 90100, 91900]),
-    flash_attn=st.sampled_from([None, "2.7.4", "2.8.3"]),
-    needs=st.builds(
-        AttentionNeeds,
-        dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32, torch.float64]),
-        head_dim=st.integers(8, 320),
-        windowed=st.booleans(),
-        capped=st.booleans(),
-    ),
-)
-def test_auto_always_finds_one_that_could_be_named(capability, has, cudnn, flash_attn, needs):
-    abilities = GpuAbilities(capability=capability, cudnn=cudnn, flash_attn=flash_attn, **has)
-    kernel, _ = gpu_kernel(abilities, needs)
-    usable = [name for name in order_of(capability, capped=needs.capped) if obstacle(name, abilities, needs) is None]
-    named, _ = gpu_kernel(abilities, needs, implementation=usable[0])
-    assert (type(kernel), kernel.name) == (type(named), named.name)
-    # What is not known yet is no obstacle: nothing is refused before the start that could be used after it.
-    unknown = GpuAbilities(capability=None, cudnn=None, flash_attn=flash_attn, **has)
-    assert all(obstacle(name, unknown, needs) is None for name in usable)
 
 
 def test_on_the_cpu_the_reference_can_be_named_and_kernels_of_gpus_cannot():

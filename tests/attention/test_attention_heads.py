@@ -1,17 +1,14 @@
 """Heads split over groups of ranks, a ring over the groups: attention equals that of whole documents in one process."""
 
+from dataclasses import replace
 from math import prod
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import (
-    RecordingTransport,
-    draw_lengths,
-    make_plan,
-    random_plan,
-)
+from testing import RecordingTransport, draw_lengths, make_plan, random_plan
+from testing.plans import with_branches
 from testing.varlen import ReferenceVarlenOps
 
 from attention.whole_documents import DIM, check, documents, run_strict
@@ -25,7 +22,7 @@ from lengthwise.cost import all_terms_cost, named_hardware
 
 @given(
     choose=st.randoms(use_true_random=False),
-    ranks=st.sampled_from([1, 2, 3, 4, 5, 6, 7, 8]),
+    ranks=st.integers(1, 8),
     count=st.integers(1, 5),
     sizes=st.sampled_from(
         [(4, 2), (4, 1), (4, 4), (8, 2), (6, 2), (6, 3), (12, 4), (12, 3), (10, 5), (10, 2), (24, 8)]
@@ -33,15 +30,27 @@ from lengthwise.cost import all_terms_cost, named_hardware
     window=st.one_of(st.none(), st.integers(1, 45)),
     with_sinks=st.booleans(),
     dtype=st.sampled_from([torch.float64, torch.float32]),
-    packs=st.booleans(),
+    packs=st.sampled_from(["never", "always", "below 12"]),
 )
 def test_heads_equal_dense_under_any_plan(choose, ranks, count, sizes, window, with_sinks, dtype, packs):
+    """Also under a kernel that joins blocks into packs, all or those of fewer than 12 tokens."""
     heads, kv_heads = sizes
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
+    plan = with_branches(choose, plan) if choose.random() < 0.5 else plan
     sinks = torch.linspace(-3, 2, heads, dtype=dtype) if with_sinks else None
-    kernel = VarlenKernel(ReferenceVarlenOps()) if packs else FlashCpuKernel()
+    kernel = FlashCpuKernel() if packs == "never" else VarlenKernel(ReferenceVarlenOps())
+    if packs == "below 12":
+        kernel.full_from = 12
     rows = documents(plan.tokens, dtype, heads=heads, kv_heads=kv_heads)
-    check(run_strict(plan, rows, kernel, window=window, sinks=sinks), rows, window=window, sinks=sinks)
+    check(run_strict(plan, rows, kernel, window=window, sinks=sinks), rows, plan=plan, window=window, sinks=sinks)
+
+
+@pytest.mark.parametrize(("tokens", "window"), [((80, 3, 2, 1), 2), ((17, 12, 9, 5), 14)])
+def test_windows_reach_from_sequence_to_sequence(tokens, window):
+    """Two sequences continue one that continues another, in a ring; the first have fewer tokens than it has chunks."""
+    ring = Piece(ranks=(0, 2, 3, 1), sequences=(0, 1, 2, 3))
+    plan, rows = replace(make_plan(4, tokens, [ring]), parents=(None, 0, 1, 1)), documents(tokens)
+    check(run_strict(plan, rows, window=window), rows, plan=plan, window=window)
 
 
 def test_heads_sum_shared_gradients_in_fp32_and_send_the_others_as_narrow_as_they_are():

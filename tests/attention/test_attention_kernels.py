@@ -46,33 +46,30 @@ def both(kernel, q, k, v, g, **how):
     return (out, lse, *kernel.backward(g, block, Saved(out=out, lse=lse)))
 
 
+def check(kernel, given, plain, **how):
+    """Compare both passes on `given` with autograd through dense attention in fp64 on `plain`."""
+    found, wanted, dtype = both(kernel, *given, scale=0.3, **how), expected(*plain, scale=0.3, **how), given[0].dtype
+    assert (found[0].dtype, found[1].dtype) == (dtype, torch.promote_types(dtype, torch.float32))
+    # With one key the softmax is 1 whatever q and k are: their gradients are rounding, so the floor.
+    least = 0.0 if dtype == torch.float64 else rounding_floor(*wanted[2:])
+    for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
+        error = relative_error(got, want, floor=max(least, 0.1 * got.numel() ** 0.5))
+        assert error < TOLERANCES[dtype], f"{name} of {len(given[0])} x {len(given[1])}, {how}: {error}"
+
+
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 def test_kernel_equals_dense_autograd(kernel, dtype):
     for (q_len, kv_len, causal), groups in itertools.product(BLOCKS, (1, 2, 4)):
-        q, k, v, g = draw(q_len, kv_len, 4, 4 // groups, dtype)
-        found = both(kernel, q, k, v, g, causal=causal, scale=0.3)
-        assert (found[0].dtype, found[1].dtype) == (dtype, torch.promote_types(dtype, torch.float32))
-        assert [x.shape for x in found[2:]] == [q.shape, k.shape, v.shape]
-        wanted = expected(q, k, v, g, causal=causal, scale=0.3)
-        # With one key the softmax is 1 whatever q and k are: their gradients are rounding, so the floor.
-        least = 0.0 if dtype == torch.float64 else rounding_floor(*wanted[2:])
-        for name, got, want in zip(("out", "lse", "dq", "dk", "dv"), found, wanted, strict=True):
-            error = relative_error(got, want, floor=max(least, 0.1 * got.numel() ** 0.5))
-            assert error < TOLERANCES[dtype], f"{name} of {q_len} x {kv_len}, causal {causal}: {error}"
+        given = draw(q_len, kv_len, 4, 4 // groups, dtype)
+        check(kernel, given, given, causal=causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_scores_are_capped_as_autograd_has_it(dtype):
-    kernel = ReferenceKernel(most_scores=64)  # some rows at a time
     for (q_len, kv_len, causal), softcap in itertools.product(BLOCKS, (0.2, 5.0)):
-        q, k, v, g = draw(q_len, kv_len, 4, 2, dtype)
-        how = {"causal": causal, "scale": 0.3, "softcap": softcap}
-        found, wanted = both(kernel, q, k, v, g, **how), expected(q, k, v, g, **how)
-        least = 0.0 if dtype == torch.float64 else rounding_floor(*wanted[2:])
-        for got, want in zip(found, wanted, strict=True):
-            error = relative_error(got, want, floor=max(least, 0.1 * got.numel() ** 0.5))
-            assert error < TOLERANCES[dtype], f"{q_len} x {kv_len}, causal {causal}, softcap {softcap}"
+        given = draw(q_len, kv_len, 4, 2, dtype)
+        check(ReferenceKernel(most_scores=64), given, given, causal=causal, softcap=softcap)  # some rows at a time
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: type(kernel).__name__)
@@ -85,10 +82,7 @@ def test_kernel_reads_any_layout_of_memory(kernel, layout):
             plain = given = (*plain[:3], torch.ones((), dtype=torch.float64).expand(q_len, 4, 8))
         else:
             given = draw(q_len, kv_len, 4, 2, torch.float64, layout=layout)
-        found = both(kernel, *given, causal=causal, scale=0.3)
-        for got, want in zip(found, expected(*plain, causal=causal, scale=0.3), strict=True):
-            error = relative_error(got, want, floor=0.1 * got.numel() ** 0.5)
-            assert error < 1e-13, f"{q_len} x {kv_len}, causal {causal}"
+        check(kernel, given, plain, causal=causal)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

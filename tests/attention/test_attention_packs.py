@@ -15,7 +15,6 @@ from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.core.plan import Piece
 from tiers import some
 
-CPU = torch.device("cpu")
 LONG, SHORT = 16_384, 32  # 128 tiles and one
 
 

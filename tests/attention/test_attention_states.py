@@ -135,12 +135,6 @@ def test_any_plan_gives_each_token_the_state_of_its_own_text(is_matrix, choose, 
     check_scan(drawn_plan(choose, ranks, count), is_matrix)
 
 
-@costly
-@given(width=st.sampled_from([2, 3, 4, 7]), **CASES)
-def test_any_plan_convolves_within_each_text(width, choose, ranks, count):
-    check_convolution(drawn_plan(choose, ranks, count), width)
-
-
 def check_scan(plan, is_matrix):
     scan = TokenByToken(is_matrix)
     rows = [drawn_tokens(length, is_matrix, seed) for seed, length in enumerate(plan.tokens)]
@@ -158,7 +152,10 @@ def convolution(width):
     return convolve
 
 
-def check_convolution(plan, width):
+@costly
+@given(width=st.sampled_from([2, 3, 4, 7]), **CASES)
+def test_any_plan_convolves_within_each_text(width, choose, ranks, count):
+    plan = drawn_plan(choose, ranks, count)
     draw, convolve, rows = torch.Generator().manual_seed(0), convolution(width), []
     for length in plan.tokens:
         x, grad = (torch.randn(1, length, 3, generator=draw, dtype=torch.float64) for _ in range(2))
@@ -185,9 +182,7 @@ EMPTY = make_plan(
 
 
 def test_ranks_with_empty_spans_take_part_in_backward():
-    scan = TokenByToken(is_matrix=True)
-    rows = [drawn_tokens(length, True, seed) for seed, length in enumerate(EMPTY.tokens)]
-    check(EMPTY, rows, lambda spans, x: scan_spans(spans, x, scan), whole_text(scan))
+    check_scan(EMPTY, is_matrix=True)
 
 
 def test_a_rank_sends_one_state_and_one_map_a_pass_whatever_the_length():

@@ -3,12 +3,9 @@
 from dataclasses import replace
 from functools import partial
 
-import pytest
 import torch
-from testing import make_plan, relative_error
-from testing.attention_ranks import attend_on_ranks
+from testing import make_plan
 from testing.strict import StrictWorld
-from testing.varlen import ReferenceVarlenOps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.attention import Block, PlannedAttention, ReferenceKernel, Saved
@@ -78,20 +75,6 @@ def test_calls_and_operations_of_a_ring_step_do_not_grow_with_sequences():
     for (calls, operations), *others in zip(few, many, more_prompts, strict=True):
         assert calls <= 2 * (1 + 2 * 4)
         assert all(other == calls and number <= 1.2 * operations for other, number in others)
-
-
-@pytest.mark.parametrize(("full_from", "window"), [(12, None), (None, 9)])
-def test_joined_blocks_give_what_each_of_them_gives(full_from, window):
-    """Under a kernel that takes blocks of 12 and more alone, too; a block that a window's edge crosses stays alone."""
-    plan, ops = answers(3, prompts=2), ReferenceVarlenOps()
-    random = torch.Generator().manual_seed(0)
-    rows = [[torch.randn(n, h, 8, generator=random, dtype=torch.float64) for h in (4, 2, 2, 4)] for n in plan.tokens]
-    joining = VarlenKernel(ops)
-    joining.full_from = full_from
-    found, _ = attend_on_ranks(plan, rows, joining, scale=0.3, window=window)
-    expected, _ = attend_on_ranks(plan, rows, ReferenceKernel(), scale=0.3, window=window)
-    for one, other in zip(found, expected, strict=True):
-        assert all(relative_error(a, b) < 1e-13 for a, b in zip(one, other, strict=True))
 
 
 def test_efficient_kernel_hands_masked_blocks_to_the_reference():

@@ -4,6 +4,7 @@ import torch
 from testing import dense_attention, relative_error, rounding_floor
 from testing.attention_ranks import attend_on_ranks
 from testing.order import check_order
+from testing.plans import line_to
 
 from lengthwise.attention import FlashCpuKernel
 
@@ -22,29 +23,35 @@ def documents(lengths, dtype=torch.float64, *, heads=4, kv_heads=2, seed=0, spre
     return rows
 
 
-def dense(row, *, window=None, sinks=None, mutual=()):
-    """Return [out, dq, dk, dv] of one sequence alone in fp64, and the gradient of the sinks where there are any."""
-    q, k, v = (x.double().requires_grad_() for x in row[:3])
-    extra = [] if sinks is None else [sinks.double().requires_grad_()]
-    out, _ = dense_attention(q, k, v, scale=SCALE, window=window, sinks=extra[0] if extra else None, mutual=mutual)
-    return [out.detach(), *torch.autograd.grad(out, [q, k, v, *extra], row[3].double())]
+def dense(rows, *, plan=None, window=None, sinks=None, mutual=()):
+    """Return [out, dq, dk, dv] of each sequence in fp64, after those that it continues, and the gradient of sinks."""
+    leaves = [[x.double().requires_grad_() for x in row[:3]] for row in rows]
+    sinks, outs, total = None if sinks is None else sinks.double().requires_grad_(), [], 0.0
+    for i, row in enumerate(rows):
+        line = [i] if plan is None else line_to(plan, i)
+        text = (torch.cat([leaves[each][n] for each in line]) for n in range(3))
+        seen = mutual[i] if mutual else ()
+        out, _ = dense_attention(*text, scale=SCALE, window=window, sinks=sinks, mutual=seen)
+        outs.append(out[-len(row[0]) :])
+        total = total + (outs[-1] * row[3].double()).sum()
+    given = [x for leaf in leaves for x in leaf] + ([] if sinks is None else [sinks])
+    grads = torch.autograd.grad(total, given)
+    whole = [[out.detach(), *grads[3 * i : 3 * i + 3]] for i, out in enumerate(outs)]
+    return whole, None if sinks is None else grads[-1]
 
 
-def check(found, rows, *, window=None, sinks=None, mutual=()):
+def check(found, rows, **how):
     """Compare with each document alone, in fp64."""
-    whole, sink_grad = found
+    (whole, sink_grad), (wanted, wanted_sinks) = found, dense(rows, **how)
     dtype = rows[0][0].dtype
-    expected_sinks = 0.0
-    for i, (row, mine) in enumerate(zip(rows, whole, strict=True)):
-        wanted = dense(row, window=window, sinks=sinks, mutual=mutual[i] if mutual else ())
+    for i, (row, mine, alone) in enumerate(zip(rows, whole, wanted, strict=True)):
         # dq and dk are zero in exact arithmetic where a query sees one key: floored by the size of the others.
-        floor = max(0.0 if dtype == torch.float64 else rounding_floor(*wanted[1:4]), 1e-2 * len(row[0]) ** 0.5)
-        for name, a, b in zip(NAMES, mine, wanted[:4], strict=True):
+        floor = max(0.0 if dtype == torch.float64 else rounding_floor(*alone[1:]), 1e-2 * len(row[0]) ** 0.5)
+        for name, a, b in zip(NAMES, mine, alone, strict=True):
             error = relative_error(a, b, floor=floor)
             assert error < TOLERANCES[dtype], f"{name} of sequence {i}, {len(row[0])} tokens: {error}"
-        expected_sinks += wanted[4] if sinks is not None else 0.0
-    if sinks is not None:
-        assert relative_error(sink_grad, expected_sinks, floor=1e-2) < TOLERANCES[dtype]
+    if wanted_sinks is not None:
+        assert relative_error(sink_grad, wanted_sinks, floor=1e-2) < TOLERANCES[dtype]
 
 
 def run_strict(plan, rows, kernel=None, **options):

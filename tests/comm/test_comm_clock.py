@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -16,21 +17,19 @@ CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 SECONDS = st.floats(0, 10)
 
 
-@pytest.fixture
-def device():
-    with _Faked() as device:
+@contextmanager
+def faked():
+    with pytest.MonkeyPatch.context() as patch:
+        device = FakeDevice()
+        patch.setattr(torch.cuda, "Event", device.event)
+        patch.setattr(time, "perf_counter", lambda: device.host)
         yield device
 
 
-class _Faked:  # no fixture: hypothesis wants a new device for every example
-    def __enter__(self):
-        self.patch, device = pytest.MonkeyPatch(), FakeDevice()
-        self.patch.setattr(torch.cuda, "Event", device.event)
-        self.patch.setattr(time, "perf_counter", lambda: device.host)
-        return device
-
-    def __exit__(self, *_):
-        self.patch.undo()
+@pytest.fixture
+def device():
+    with faked() as device:
+        yield device
 
 
 def test_interval_ends_when_the_device_is_done_and_begins_when_it_has_done_the_step_before(device):
@@ -70,7 +69,7 @@ def test_waiting_in_collectives_is_told_apart(device):
 )  # fmt: skip
 def test_busy_and_waiting_are_what_the_stream_did(does, on_host):
     """Whatever the host posts, and whenever: the stream's seconds are computing, waiting, or nothing to do."""
-    with _Faked() as device:
+    with faked() as device:  # hypothesis wants a new one for every example
         device.give(1.5)
         clock, computed, waited, arrives = Clock(), 0.0, 0.0, 0.0
         interval, begun = clock.start(CUDA), device.stream

@@ -77,10 +77,7 @@ def test_without_a_gpu_that_works_there_is_none_and_why_is_said(cuda, monkeypatc
     assert find_gpus() == Gpus(number=0, why_none=said)
 
 
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [(None, True), ("3,1", True), ("", False), ("-1", False)],
-)
+@pytest.mark.parametrize(("visible", "expected"), [(None, True), ("3,1", True), ("", False), ("-1", False)])
 def test_unused_gpu_is_one_that_nobody_has_hidden(monkeypatch, tmp_path, visible, expected):
     monkeypatch.setattr(devices, "_DRIVER", tmp_path / "nvidiactl")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

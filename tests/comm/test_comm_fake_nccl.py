@@ -1,7 +1,7 @@
-"""Calls on clocks: whole groups, queues of a communicator, CTAs; what that does to pipelines, and what never ends."""
+"""Calls on clocks, of queues and CTAs: what never ends is found; how long others take the clocks of stages prove."""
 
 import pytest
-from testing.fake_nccl import Call, Compute, FakeNccl, Wait
+from testing.fake_nccl import Call, FakeNccl
 from testing.order import Operation
 
 from lengthwise.core.errors import TransferError
@@ -11,14 +11,6 @@ def swap(*peers, on="transfers", ctas=8):
     """Exchange a message each way with these ranks, for a second."""
     both = [Operation(kind=kind, peer=peer, payload=1.0) for kind in ("send", "receive") for peer in peers]
     return Call(communicator=on, operations=both, label=f"a swap with {peers}", ctas=ctas)
-
-
-@pytest.mark.parametrize(("on", "waited"), [("transfers", [12.0, 12.0, 1.0]), ("other", [1.0, 1.0, 1.0])])
-def test_a_call_ends_as_a_whole_and_holds_up_the_next_of_its_communicator(on, waited):
-    """Rank 2 comes ten seconds late to a call of rank 0, which then has another one with rank 1."""
-    calls = [[swap(1, 2), swap(1, on=on)], [swap(0), swap(0, on=on)], [Compute(label="work", seconds=10.0), swap(0)]]
-    ran = FakeNccl([[*own, Wait(call=own[-1])] for own in calls])
-    assert (ran.waited, ran.seconds) == (waited, max(11.0, *waited))
 
 
 def _collective(name):

@@ -14,13 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from testing import run_ranks
+from testing.collectives import check_collectives, pass_around
 from testing.ranks import fork_ranks
 
-from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport, world_from_environment
+from lengthwise.comm import TorchTransport, World, agree, broadcast_bytes, join, torch_transport
 from lengthwise.comm import world as comm_world
 from lengthwise.comm.groups import DEFAULTS, nccl_options, set_defaults
 from lengthwise.core.errors import ConfigError, DataError, PlanError, RankError, TransferError
 from lengthwise.run import launch as launching
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -39,44 +42,11 @@ def test_gloo_moves_messages_and_bytes_and_sums():
         got.append(broadcast_bytes(t, b"from 2" if t.rank == 2 else None, source=2) == b"from 2")
         t.exchange([], []).wait()
         agree(t, b"plan", "plan")
-        return all(got), moved(t), overlapping(t)
+        pass_around(t, CPU)
+        check_collectives(t, CPU)
+        return all(got)
 
-    for rank, result in enumerate(run_ranks(work, 3)):
-        assert result == (True, wanted(rank), True)
-
-
-def moved(t):
-    """Use every call once; return what came."""
-    out, room = torch.full((2, 3), float(t.rank)), torch.empty(2, 3)
-    t.exchange([(out, (t.rank + 1) % 3)], [(room, (t.rank - 1) % 3)]).wait()
-    total, piece, everyone = torch.tensor([float(t.rank + 1)]), torch.empty(2), torch.empty(6)
-    t.all_reduce(total)
-    t.reduce_scatter(piece, torch.arange(6.0))
-    t.all_gather(everyone, torch.full((2,), float(t.rank)))
-    t.broadcast(out, 1)
-    return [room.unique().tolist(), total.tolist(), piece.tolist(), everyone.tolist(), out.unique().tolist()]
-
-
-def wanted(rank):
-    """Return what each of three ranks finds in `moved`."""
-    return [[(rank - 1) % 3], [6], [6 * rank, 6 * rank + 3], [0, 0, 1, 1, 2, 2], [1]]
-
-
-def overlapping(t):
-    """Begin many collectives, wait for them from the last to the first; return whether all came out right."""
-    many = range(12)
-    pieces, everyone = [torch.empty(5) for _ in many], [torch.empty(9) for _ in many]
-    sources = [torch.arange(15.0) * (n + 1) + t.rank for n in many]
-    pending = [t.reduce_scatter_async(piece, source) for piece, source in zip(pieces, sources, strict=True)]
-    del sources  # what is under way is kept for it
-    pending += [t.all_gather_async(all_, torch.full((3,), t.rank + 10.0 * n)) for n, all_ in enumerate(everyone)]
-    for each in reversed(pending):
-        each.wait()
-        each.wait()
-    own = torch.arange(15.0)[5 * t.rank : 5 * t.rank + 5]
-    summed = all(torch.equal(piece, 3 * (n + 1) * own + 3) for n, piece in enumerate(pieces))
-    gathered = [torch.tensor([0.0, 1, 2]).repeat_interleave(3) + 10 * n for n in many]
-    return summed and all(torch.equal(a, b) for a, b in zip(everyone, gathered, strict=True))
+    assert run_ranks(work, 3) == [True] * 3
 
 
 def test_gloo_order_c_connects_all_edges_at_distance_1_and_2_at_start(monkeypatch):
@@ -153,8 +123,8 @@ def test_nccl_path_has_two_eager_groups_and_keeps_host_tensors_on_gloo(gpus_repl
         t = TorchTransport(dataclasses.replace(world, gpus=3), timeout_seconds=7)
         agree(t, b"plan", "plan")
         assert not t.shares_gpus
-        assert moved(t) == wanted(t.rank)
-        assert overlapping(t)
+        pass_around(t, CPU)
+        check_collectives(t, CPU)
         before = t.clock.waited_seconds
         if t.rank == 0:
             time.sleep(0.3)
@@ -230,66 +200,31 @@ def test_join_refuses_ranks_of_which_some_have_no_gpu(gpus_replaced):
         fork_ranks(work, 2)
 
 
-def test_gloo_names_rank_and_phase_when_a_peer_dies():
+@pytest.mark.parametrize(
+    ("ends", "timeout_seconds", "said"),
+    [
+        # The parent must find out, the peer must not wait for ever.
+        (lambda: os._exit(0), 10.0, r"rank 0, step 3, end.*ranks 1"),
+        (lambda: time.sleep(60), 1.0, "rank 0, step 3, end: expected ranks 1 to answer within 1 s"),
+    ],
+    ids=["dies", "stops answering"],
+)
+def test_gloo_names_rank_and_the_phase_of_posting_when_a_peer_is_gone(ends, timeout_seconds, said):
     def work(t):
-        t.phase = "step 7, microbatch 1 forward"
+        t.phase = "step 3, end"
         if t.rank == 1:
-            os._exit(0)  # says nothing: the parent must find out, the peer must not wait for ever
+            ends()
         try:
-            t.exchange([], [(torch.empty(4), 1)]).wait()
+            pending = t.exchange([], [(torch.empty(2), 1)])
+            t.phase = "step 4"
+            pending.wait()
         except TransferError as error:
             raise DataError("told", expected="", got=str(error), remedy="") from None  # comes first: not a transfer's
 
     start = time.monotonic()
-    with pytest.raises((RankError, DataError), match=r"rank 0, step 7, microbatch 1 forward.*ranks 1"):
-        run_ranks(work, 2, timeout_seconds=10)
+    with pytest.raises((RankError, DataError), match=said):
+        run_ranks(work, 2, timeout_seconds=timeout_seconds)
     assert time.monotonic() - start < 8, "a dead peer is found before the time-out"
-
-
-def test_gloo_names_rank_and_the_phase_of_posting_when_a_rank_stops_answering():
-    def work(t):
-        t.phase = "step 3, end"
-        if t.rank == 1:
-            time.sleep(60)
-        pending = t.exchange([], [(torch.empty(2), 1)])
-        t.phase = "step 4"
-        pending.wait()
-
-    start = time.monotonic()
-    with pytest.raises(TransferError, match="rank 0, step 3, end: expected ranks 1 to answer within 1 s"):
-        run_ranks(work, 2, timeout_seconds=1.0)
-    assert time.monotonic() - start < 1 + 5
-
-
-def launched(work, ranks):
-    """Call `work` with the transport of each rank of the launcher that `lengthwise train` uses."""
-
-    def rank_work(world, on_phase):
-        t = TorchTransport(world, timeout_seconds=30, on_phase=on_phase)
-        work(t)
-        t.close()
-
-    return launching.on_ranks(rank_work, ranks)
-
-
-@pytest.mark.parametrize(
-    ("error", "kind", "said"),
-    [
-        (DataError("train.jsonl:3", expected="x", got="y", remedy="z"), DataError, "train.jsonl:3"),
-        (ZeroDivisionError("oops"), RankError, r"rank 1, reading.*ZeroDivisionError: oops"),
-    ],
-)
-def test_launch_raises_the_reason_and_not_its_consequences(error, kind, said, capfd):
-    def work(t):
-        t.phase = "reading"
-        if t.rank == 1:
-            time.sleep(0.1)
-            raise error
-        t.exchange([], [(torch.empty(4), 1)]).wait()
-
-    with pytest.raises(kind, match=said):
-        launched(work, 2)
-    assert (kind is RankError) == ("Traceback" in capfd.readouterr().err)
 
 
 def test_launch_ends_ranks_that_do_not_listen(monkeypatch):
@@ -331,24 +266,13 @@ def test_transport_leaves_its_world_on_close():
     assert run_ranks(work, 2) == [(False, set()), (False, set())]
 
 
-def test_ranks_of_torchrun_meet_again_after_they_left():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # of torchrun, for all its ranks
+def test_join_says_which_transport_and_why():
+    def work(world):
+        said = []
+        join(world, timeout_seconds=30, say=said.append).close()
+        return said
 
-    def work(t):
-        t.close()
-        ours = {"RANK": t.rank, "WORLD_SIZE": 2, "LOCAL_RANK": t.rank}
-        ours |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
-        os.environ.update({name: str(value) for name, value in ours.items()} | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
-        sums = []
-        for _ in range(2):
-            time.sleep(0.3 * t.rank)  # what rank 1 wrote last time must not be met
-            again = join(world_from_environment(), timeout_seconds=10.0)
-            again.all_reduce(number := torch.ones(1))
-            sums.append(number.item())
-            again.close()
-        return sums
-
-    assert run_ranks(work, 2) == [[2.0, 2.0]] * 2
+    assert fork_ranks(work, 2) == [["transfers: gloo; because the run computes on the CPU"]] * 2
 
 
 def test_a_rank_that_nobody_meets_says_so(tmp_path):

@@ -25,7 +25,9 @@ def _bare_environment(monkeypatch):
     monkeypatch.setattr(os, "environ", kept)  # a plain one: what is set in it is gone afterwards
 
 
-def test_world_is_none_when_started_alone():
+@pytest.mark.parametrize("variables", [{}, {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}])
+def test_world_is_none_when_started_alone(variables):
+    os.environ.update(OPEN_MPI | variables if variables else {})
     assert world_from_environment() is None
 
 
@@ -69,8 +71,3 @@ def test_ranks_of_mpirun_on_several_machines_are_told_where_to_meet():
     os.environ.update(MASTER_ADDR="first", MASTER_PORT="29511")
     assert world_from_environment() is not None
     assert os.environ["MASTER_ADDR"] == "first"
-
-
-def test_one_process_of_mpirun_is_alone():
-    os.environ.update(OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"})
-    assert world_from_environment() is None

@@ -5,13 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lengthwise.core.cut import local_tokens
-from lengthwise.core.held import (
-    fullest_tokens,
-    held_at_most,
-    held_by_rank,
-    held_tokens,
-    kept_ratio,
-)
+from lengthwise.core.held import fullest_tokens, held_at_most, held_by_rank, held_tokens, kept_ratio
 from lengthwise.core.plan import Microbatch, Piece, Plan
 
 

@@ -49,13 +49,12 @@ def test_fit_recovers_every_term_from_exact_samples(q, linear, fixed, near, far,
     assert fit.not_measured == ()
     for name in ("quadratic_seconds", "linear_seconds", "fixed_seconds"):
         assert values[name] == pytest.approx(getattr(true, name), rel=2e-2), name
-    assert values["near_bytes_per_second"] == pytest.approx(true.near.bytes_per_second)
-    assert values["far_bytes_per_second"] == pytest.approx(true.far.bytes_per_second)
-    assert values["copy_bytes_per_second"] == pytest.approx(4e8)
-    assert values["forward_attention"] == pytest.approx(share)
-    assert values["update_seconds"] == pytest.approx(0.02)
-    assert values["clear_seconds"] == pytest.approx(1e-3)
-    assert values["reduced_bytes_per_second"] == pytest.approx(3e8)
+    exact = {
+        "near_bytes_per_second": true.near.bytes_per_second, "far_bytes_per_second": true.far.bytes_per_second,
+        "copy_bytes_per_second": 4e8, "forward_attention": share, "update_seconds": 0.02, "clear_seconds": 1e-3,
+        "reduced_bytes_per_second": 3e8,
+    }  # fmt: skip
+    assert {name: values[name] for name in exact} == pytest.approx(exact)
     assert fit.mean_error < 0.02
 
 

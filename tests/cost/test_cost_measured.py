@@ -39,20 +39,6 @@ def test_the_file_comes_back_as_it_was_written(tmp_path):
     assert read.digest()[:12] in measured_cost(read).version
 
 
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "No such file"),
-        ('{"schema": "lengthwise.measurements/2"}', "lengthwise.measurements/1"),
-        ('{"schema": "lengthwise.measurements/1"', "broken JSON"),
-    ],
-)
-def test_what_is_no_file_of_measurements_is_refused(tmp_path, content, said):
-    path = tmp_path / "none.json" if content is None else write(tmp_path, content)
-    with pytest.raises(ConfigError, match=re.escape(said)):
-        read_measurements(path)
-
-
 def test_all_that_is_wrong_in_a_file_is_said_at_once(tmp_path):
     def spoil(raw):
         raw["plase"] = raw.pop("place")
@@ -89,12 +75,20 @@ def free(raw):
         (lambda raw: raw.update(hardware="abacus"), "h100"),
         (lambda raw: raw["fit"].update(block_efficiency=[[100.0, 0.9], [200.0, 0.5]]), "block_efficiency"),
         (free, "at least one coefficient above 0"),
+        ('{"schema": "lengthwise.measurements/2"}', "lengthwise.measurements/1"),
+        ('{"schema": "lengthwise.measurements/1"', "broken JSON"),
         (lambda raw: raw["model"].update(experts=0), "experts: expected a whole number of at least 1; got 0"),
     ],
 )
-def test_values_that_make_no_costs_are_refused(tmp_path, change, said):
+def test_what_makes_no_costs_is_refused(tmp_path, change, said):
+    path = write(tmp_path, change if isinstance(change, str) else changed(change))
     with pytest.raises(LengthwiseError, match=re.escape(said)):
-        read_measurements(write(tmp_path, changed(change)))
+        read_measurements(path)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="No such file"):
+        read_measurements(tmp_path / "none.json")
 
 
 def test_a_run_plans_only_with_what_was_measured_of_its_like(tmp_path):
@@ -119,14 +113,12 @@ def test_costs_of_the_description_are_those_of_the_fit(tmp_path):
     path = tmp_path / "mine.json"
     path.write_text(hardware_to_json(hardware_from_measurements(FOUND)))
     described, fitted = all_terms_cost(SHAPE, named_hardware(str(path))), measured_cost(FOUND)
-    for name in ("quadratic_seconds", "linear_seconds", "fixed_seconds"):
+    for name in ("quadratic_seconds", "linear_seconds", "fixed_seconds", "copy_bytes_per_second"):
         assert getattr(described, name) == pytest.approx(getattr(fitted, name))
-    for name in ("near", "far"):
-        of_both = [getattr(cost, name) for cost in (described, fitted)]
-        assert of_both[0].bytes_per_second == pytest.approx(of_both[1].bytes_per_second)
-        assert of_both[0].hop_seconds == pytest.approx(of_both[1].hop_seconds)
+    for link, other in ((described.near, fitted.near), (described.far, fitted.far)):
+        expected = (other.bytes_per_second, other.hop_seconds)
+        assert (link.bytes_per_second, link.hop_seconds) == pytest.approx(expected)
     assert described.block_efficiency == fitted.block_efficiency
-    assert described.copy_bytes_per_second == pytest.approx(fitted.copy_bytes_per_second)
 
 
 def test_what_was_not_measured_is_of_the_named_hardware_and_said():

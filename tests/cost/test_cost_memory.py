@@ -73,24 +73,6 @@ def test_arrays_are_counted_one_by_one(memory, kind, pairs) -> None:
     assert together.tolist() == pytest.approx(expected, rel=1e-12)
 
 
-def test_rows_of_parameters_and_what_is_gathered_of_them() -> None:
-    memory = StepMemory(shape=LLAMA_7B, dtype_bytes=2, ranks=64, shard="zero3")
-    everything, rest = LLAMA_7B.total_params, 2 * 4096 * LLAMA_7B.vocab
-    layer = (everything - rest) / 32
-    assert memory.state_bytes() == pytest.approx(16 * everything / 64)
-    # Of a layer values and gradients, the next layer, arriving from a row in bf16, and a sum in fp32.
-    assert memory.gathered_bytes() == pytest.approx((2 * 3 + 2 / 64 + 4 + 4 / 64) * layer)
-    tied = replace(memory, ties=True, parameters=everything - rest // 2)
-    # What is tied: values, gradients of both uses, and these together.
-    assert tied.gathered_bytes() == pytest.approx(2 * 4 * rest / 2 + (2 * 2 + 4 + 4 / 64) * layer)
-    assert replace(memory, ranks=1).gathered_bytes() == 0
-    assert replace(memory, ranks=1).state_bytes() == StepMemory(shape=LLAMA_7B, dtype_bytes=2).state_bytes()
-    adapters = replace(memory, trained=1_000_000)
-    assert adapters.state_bytes() == pytest.approx((2 * (everything - 1e6) + 16e6) / 64)
-    assert adapters.gathered_bytes() == pytest.approx(2 * 2 * layer)
-    assert memory.peak_bytes(128) == memory.state_bytes() + memory.gathered_bytes() + memory.microbatch_bytes(128)
-
-
 def test_a_llama_of_7b_keeps_what_its_operations_save() -> None:
     memory = StepMemory(shape=LLAMA_7B, dtype_bytes=2)
     norms = 2 * (4 + 2 + 2) * 4096  # input in fp32, normed, and times the weight
@@ -121,12 +103,20 @@ def test_a_llama_of_7b_keeps_what_its_operations_save() -> None:
         # values and sums of a node, masters, sums and states of a rank
         ({"ranks": 4, "shard": "hybrid", "ranks_per_node": 2}, (2 + 4) / 2 + (4 + 4 + 8) / 4),
         ({"ranks": 4, "shard": "zero3", "offloads": True}, (2 + 4) / 4),
+        ({"ranks": 4, "shard": "zero3", "trained": 10}, (2 + (4 + 16 - 4 - 2) / 10) / 4),
     ],
     ids=str,
 )
 def test_states_are_those_of_the_layout(layout, a_parameter) -> None:
     memory = StepMemory(**{"shape": LLAMA_7B, "dtype_bytes": 2, "parameters": 100, **layout})
     assert memory.state_bytes() == pytest.approx(100 * a_parameter)
+
+
+def test_adapters_gather_two_layers_and_no_gradients() -> None:
+    memory = StepMemory(shape=LLAMA_7B, dtype_bytes=2, ranks=64, shard="zero3", trained=1_000_000)
+    layer = (LLAMA_7B.total_params - 2 * 4096 * LLAMA_7B.vocab) / 32
+    assert memory.gathered_bytes() == pytest.approx(2 * 2 * layer)
+    assert memory.peak_bytes(128) == memory.state_bytes() + memory.gathered_bytes() + memory.microbatch_bytes(128)
 
 
 def test_the_first_stage_keeps_more_microbatches_than_the_last() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import torch
 from testing import make_batch, tiny_model
 from testing.laid import freed_parameters
+from testing.plans import in_turn
 
 from lengthwise.attention import choose_kernel
 from lengthwise.comm import Lone, Mesh
@@ -42,10 +43,8 @@ class OneOfSame(Lone):
 
 
 def in_waves(plan, *recompute):
-    kinds = recompute or ("none",)
-    microbatches = [replace(each, recompute=kinds[i % len(kinds)]) for i, each in enumerate(plan.microbatches)]
-    requires = tuple(sorted({*plan.requires, "waves"}))
-    return replace(plan, microbatches=tuple(microbatches), schedule={"kind": "waves"}, requires=requires)
+    plan, requires = in_turn(plan, recompute=recompute or ("none",)), tuple(sorted({*plan.requires, "waves"}))
+    return replace(plan, schedule={"kind": "waves"}, requires=requires)
 
 
 def build(family="llama", **changes):

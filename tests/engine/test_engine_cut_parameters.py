@@ -8,15 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import (
-    LiveBytes,
-    build_pair,
-    family_difference,
-    make_plan,
-    random_plan,
-    run_ranks,
-    tiny_family_config,
-)
+from testing import LiveBytes, build_pair, family_difference, make_plan, random_plan, run_ranks, tiny_family_config
 from testing.laid import whole_parameters
 from testing.late import LateTransport
 from testing.peaks import kept_bytes
@@ -45,10 +37,7 @@ FAMILIES_HERE = [each for each in FAMILIES if each not in ("ctrl", "hrm_text")]
     [*some([(name, 3, 3) for name in FAMILIES_HERE], FAMILIES_HERE.index("gemma3_text")), ("qwen3_moe", 4, 2)],
 )
 def test_gradients_are_those_of_one_process(family, ranks, ranks_per_node):
-    """Whatever is computed again, a loss in chunks, experts without tokens, and ranks that have nothing in a wave.
-
-    Nodes gather by themselves, and run the microbatches of their ranks alone; rings go over several.
-    """
+    """Computed again or not, a loss in chunks, experts without tokens, ranks without work, rings over several nodes."""
     config = tiny_family_config(family)
     if family == "qwen3_moe":
         config.output_router_logits, config.router_aux_loss_coef = True, 0.5

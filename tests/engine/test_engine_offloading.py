@@ -1,19 +1,10 @@
 """Offload of whole models: the share that a plan asks for, no bit changed, in every way that a microbatch can run."""
 
-from dataclasses import replace
-
 import pytest
 import torch
-from testing import (
-    SIZES,
-    CountingStore,
-    DelayedStore,
-    build_pair,
-    make_batch,
-    make_plan,
-    run_step,
-)
+from testing import SIZES, CountingStore, DelayedStore, build_pair, make_batch, make_plan, run_step
 from testing.pipelines import as_pipeline, run_pipeline
+from testing.plans import in_turn
 from testing.stores import CopyStore
 from testing.tiny import tiny_family_config
 from transformers import GptOssConfig, LlamaConfig
@@ -50,17 +41,6 @@ def planned_model(family):
     return build_pair(family, FAMILIES[family])["planned"]
 
 
-def offloaded(plan, *ratios, kinds=("none",)):
-    """Give the microbatches these ratios and kinds of recomputation, over and over."""
-    return replace(
-        plan,
-        microbatches=tuple(
-            replace(each, offload=ratios[i % len(ratios)], recompute=kinds[i % len(kinds)])
-            for i, each in enumerate(plan.microbatches)
-        ),
-    )
-
-
 def run(model, plan, batch, precision="fp32", make_store=CountingStore):
     return run_step(model, plan, batch, precision=precision, make_store=make_store)
 
@@ -70,7 +50,7 @@ def run(model, plan, batch, precision="fp32", make_store=CountingStore):
 def test_the_asked_share_of_a_models_activations_goes(family, kind):
     """Of all layers but two, by bytes measured at 64 and 128 rows: within 1 % at 300."""
     model, kernel = planned_model(family), choose_kernel(CPU)
-    plan = offloaded(make_plan(1, [200, 100], [Piece(ranks=(0,), sequences=(0, 1))], layers=LAYERS), 0.0, kinds=[kind])
+    plan = in_turn(make_plan(1, [200, 100], [Piece(ranks=(0,), sequences=(0, 1))], layers=LAYERS), recompute=[kind])
     (program,) = lower_plan(plan, 0)
     planned = PlannedAttention(program, SoloTransport(), kernel)
     saver = ActivationSaver(None, stays=parameter_storages(model))
@@ -81,7 +61,7 @@ def test_the_asked_share_of_a_models_activations_goes(family, kind):
     assert passes.measure_saved().saved(300) == pytest.approx(saved, rel=0.01)
     batch = make_batch((200, 100), vocab=48)
     for ratio in (0.25, 0.75, 1.0):
-        away = run(model, offloaded(plan, ratio, kinds=[kind]), batch).offloaded_bytes
+        away = run(model, in_turn(plan, recompute=[kind], offload=[ratio]), batch).offloaded_bytes
         assert away / (saved * (LAYERS - 2) / LAYERS) == pytest.approx(ratio, rel=0.01)
 
 
@@ -96,9 +76,9 @@ def test_offloading_changes_no_bit(family):
     ]
     plan = make_plan(3, lengths, pieces, layers=LAYERS)
     kinds = RECOMPUTE_KINDS  # over a ring with a pack, a ring and a pack
-    kept = run(model, offloaded(plan, 0.0, kinds=kinds), batch)
+    kept = run(model, in_turn(plan, recompute=kinds), batch)
     assert kept.offloaded_bytes == 0
-    got = run(model, offloaded(plan, 1.0, 0.3, 0.7, kinds=kinds), batch)
+    got = run(model, in_turn(plan, recompute=kinds, offload=[1.0, 0.3, 0.7]), batch)
     assert got.offloaded_bytes > 0
     assert got.has_bits_of(kept)
 
@@ -111,7 +91,7 @@ def test_backward_of_a_model_waits_for_no_copy():
         return stores[-1]
 
     plan = make_plan(1, [200, 100], [Piece(ranks=(0,), sequences=(0, 1))], layers=LAYERS)
-    run(model, offloaded(plan, 0.3), make_batch((200, 100), vocab=48), make_store=make_store)
+    run(model, in_turn(plan, offload=[0.3]), make_batch((200, 100), vocab=48), make_store=make_store)
     (store,) = stores
     assert store.put_bytes > 0
     assert store.late == []
@@ -127,7 +107,7 @@ def test_a_stage_that_offloads_holds_less_of_every_microbatch():
     for ratio in (0.0, 0.5):
         first, *_ = run_pipeline(
             build_pair("llama", config)["planned"],
-            offloaded(as_pipeline(plan, stages), ratio),
+            in_turn(as_pipeline(plan, stages), offload=[ratio]),
             make_batch(lengths, vocab=48),
             precision="fp32",
             make_store=lambda _: CopyStore(),

@@ -1,13 +1,13 @@
 """Sums and values that travel while backward and forward run: the same bits, and no collective beside a transfer."""
 
 import copy
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from testing import RecordingTransport, make_batch, make_plan, tiny_model
 from testing.laid import whole_parameters
+from testing.plans import in_turn
 from testing.strict import StrictWorld
 
 from lengthwise.attention import choose_kernel
@@ -41,11 +41,7 @@ LAST_ALONE = [
 
 
 def plans_of(recompute):
-    plans = [make_plan(3, LENGTHS, each) for each in PLANS]
-    return [
-        replace(plan, microbatches=tuple(replace(each, recompute=recompute) for each in plan.microbatches))
-        for plan in plans
-    ]
+    return [in_turn(make_plan(3, LENGTHS, each), recompute=[recompute]) for each in PLANS]
 
 
 # Some experts that no token of a rank reaches; routers are counted between the forwards and backwards of a step.

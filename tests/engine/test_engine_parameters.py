@@ -38,13 +38,9 @@ def test_slices_cover_every_parameter_once_with_its_own_decay(layers, world_size
     shards, decays = [], []
     for rank in range(world_size):
         own = copy.deepcopy(model)
-        flat = whole_parameters(
-            own, Lone(rank, world_size), dtype=torch.float32, layers=[*own], bucket_entries=bucket_entries
-        )
-        weights, decayed = (
-            torch.full_like(flat.grad_shard, float("nan")),
-            torch.full_like(flat.grad_shard, float("nan")),
-        )
+        how = {"dtype": torch.float32, "layers": [*own], "bucket_entries": bucket_entries}
+        flat = whole_parameters(own, Lone(rank, world_size), **how)
+        weights, decayed = (torch.full_like(flat.grad_shard, float("nan")) for _ in range(2))
         for group in sliced_optimizer(OptimizerConfig(), own, flat, rank).optimizer.param_groups:
             for piece in group["params"]:
                 place = slice(piece.storage_offset(), piece.storage_offset() + len(piece))
@@ -79,11 +75,7 @@ def test_flat_keeps_fp32_master_weights_of_a_bf16_model_and_adds_gradients_in_fp
     model = nn.Linear(3, 1, bias=False)
     model.weight.data.copy_(torch.tensor([[1.0009765625, 2.0, 3.0]]))  # 1 + 2^-10, which bf16 does not have
     flat = whole_parameters(model, SoloTransport(), dtype=torch.bfloat16)
-    assert (model.weight.dtype, flat.master_weights.dtype, flat.grads.dtype) == (
-        torch.bfloat16,
-        torch.float32,
-        torch.float32,
-    )
+    assert (model.weight.dtype, flat.master_weights.dtype, flat.grads.dtype) == (torch.bfloat16, *[torch.float32] * 2)
     assert flat.master_weights[0] == 1.0009765625
     assert model.weight[0, 0] == 1
     for value in (256.0, 1.0, 1.0):  # in bf16, 256 + 1 + 1 stays 256
@@ -96,9 +88,8 @@ def test_flat_keeps_fp32_master_weights_of_a_bf16_model_and_adds_gradients_in_fp
 def test_what_somebody_wrote_into_values_is_taken_into_exact_ones_and_no_other_entry(exact_on):
     """By `.data` and by `copy_`; nothing changes where nobody did."""
     model = nn.Sequential(*(nn.Linear(70, 9) for _ in range(5)))
-    flat = whole_parameters(
-        model, SoloTransport(), dtype=torch.bfloat16, layers=[*model], bucket_entries=1, exact_on=exact_on
-    )
+    how = {"dtype": torch.bfloat16, "layers": [*model], "bucket_entries": 1, "exact_on": exact_on}
+    flat = whole_parameters(model, SoloTransport(), **how)
     exact = flat.views(flat.master_weights)
     flat.take_changes()
     for step in range(3):

@@ -1,14 +1,13 @@
 """Stages of a pipeline on strict ranks: gradients of one process, whatever rings, packs and counts of microbatches."""
 
 import random
-from dataclasses import replace
 from functools import cache
 
 from hypothesis import given
 from hypothesis import strategies as st
 from testing.families import build_pair
 from testing.pipelines import as_pipeline, pipeline_difference
-from testing.plans import draw_lengths, random_plan
+from testing.plans import draw_lengths, in_turn, random_plan
 from testing.stores import CopyStore
 from testing.tiny import tiny_family_config
 
@@ -49,10 +48,8 @@ def test_any_plan_on_any_stages_gives_the_gradients_of_one_process(seed, name, r
     lengths[0] = max(9, lengths[0])  # of which some token has a loss
     plan = random_plan(choose, replicas, lengths, layers=4, num_heads=4)
     kinds = choose.choice([("none",), ("layer",), ("none", "all_but_attention", "layer")])
-    plan = as_pipeline(plan, *cut, recompute=kinds)
     ratios = [choose.choice([0.0, choose.random(), 1.0]) for _ in plan.microbatches]
-    offloading = [replace(each, offload=ratio) for each, ratio in zip(plan.microbatches, ratios, strict=True)]
-    plan = replace(plan, microbatches=tuple(offloading))
+    plan = in_turn(as_pipeline(plan, *cut), recompute=kinds, offload=ratios)
     options = {"logits_at_once": choose.choice([None, 48, 480]), "make_store": lambda _: CopyStore()}
     found = pipeline_difference(pair_of(name), plan, lengths, **options)
     assert max(found.gradient, found.loss, found.router_loss) < TOLERANCE

@@ -1,10 +1,6 @@
-"""A step on tensors without values, with the calls of a GPU: it runs, and the host waits for the device where it must.
+"""A step on tensors without values, of long contexts, with the calls of a GPU: the host waits only where it must."""
 
-Lengths are those of long contexts, which cost nothing here, so that all kernels of a Hopper GPU are chosen by length.
-"""
-
-import itertools
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from unittest.mock import patch
 
 import pytest
@@ -15,10 +11,10 @@ from testing import make_batch, make_plan, tiny_family_config
 from testing.laid import freed_parameters, stage_parameters, whole_parameters
 from testing.on_meta import HOPPER, META, OneOfMany, device_without_values, pinned_store_on_meta
 from testing.pipelines import as_pipeline
+from testing.plans import in_turn
 from testing.tiny import VARIANTS, VOCAB
 from transformers import AutoModelForCausalLM
 
-from lengthwise.attention import to_device
 from lengthwise.comm import Mesh
 from lengthwise.config import OptimizerConfig
 from lengthwise.core.plan import Piece
@@ -26,13 +22,7 @@ from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.step import StepContext, run_part
-from lengthwise.models import (
-    FAMILIES,
-    Computing,
-    ModelStage,
-    choose_model_kernel,
-    wrapped_layers,
-)
+from lengthwise.models import FAMILIES, Computing, ModelStage, choose_model_kernel, wrapped_layers
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.experts import choose_experts, needs_of
 from lengthwise.program.stage_program import cut_layers
@@ -110,9 +100,7 @@ def plan_of(case, layers):
     lengths, pieces = case.plan
     ranks = 1 + max(rank for each in pieces for piece in each for rank in piece.ranks)
     plan = make_plan(ranks, lengths, pieces, layers=layers)
-    kinds = itertools.cycle(case.recompute)
-    microbatches = (replace(each, recompute=next(kinds), offload=case.offload) for each in plan.microbatches)
-    plan = replace(plan, microbatches=tuple(microbatches))
+    plan = in_turn(plan, recompute=case.recompute, offload=[case.offload])
     if case.stages > 1:
         return as_pipeline(plan, case.stages, recompute=case.recompute)
     return in_waves(plan, *case.recompute) if case.node else plan
@@ -173,28 +161,3 @@ def test_no_layer_of_a_family_waits(family):
     during, end, _ = run_case(Case(family=family, plan=((9, 12, 40, 7), PACKS[1])))
     assert (during == STEP) == (family not in WAITING)
     assert end == NORM
-
-
-HOST = torch.arange(8.0)
-WAITS = {
-    "number": lambda x: float(x.sum()),
-    "copy to the host": lambda x: x.tolist(),
-    "copy to the device": lambda _: HOST.to(META),
-    "copy to the device: of a list": lambda x: torch.tensor([1, 2], device=x.device),
-    "index by a mask": lambda x: x[x > 0],
-    "nonzero": lambda x: x.nonzero(),
-    "bincount": lambda x: x.long().bincount(minlength=3),
-    "index of a host tensor": lambda x: x[HOST.long()],
-}
-
-
-def test_waits_are_seen():
-    with device_without_values() as waits:
-        x = torch.empty(8, device=META)
-        for what, call in WAITS.items():
-            call(x)
-            assert waits.take() == [f"{what.partition(':')[0]}: test_engine_waits.<lambda>"]
-        to_device(HOST, META)
-        x.histc(3, min=0, max=3)
-        x[x.long()] = x * HOST[3]
-        assert waits.take() == []

@@ -15,8 +15,8 @@ import tempfile
 from pathlib import Path
 
 import torch
+from testing.collectives import check_collectives, pass_around
 from testing.ranks import fork_ranks
-from torch import Tensor
 
 from lengthwise.comm import TorchTransport, World
 from lengthwise.core.environment import prepare_environment
@@ -28,7 +28,6 @@ NCCL_OF_ONE_MACHINE = {
     "NCCL_DEBUG": "WARN",
     "NCCL_MULTI_RANK_GPU_ENABLE": "1",
 }
-NUM_ELEMENTS, NUM_HOPS = 1 << 16, 4
 
 
 def check_transport(world: World) -> str:
@@ -46,44 +45,6 @@ def check_transport(world: World) -> str:
     transport.close()
     how = f"NCCL {torch.cuda.nccl.version()}" if world.gpus else "gloo"
     return f"{how}: ranks {world.world_size}, waited {spent.waited_seconds:.4f} of {spent.seconds:.4f} s"
-
-
-def pass_around(transport: TorchTransport, device: torch.device, dtype: torch.dtype) -> None:
-    """Send from each rank to the next, some work under way, and compare what comes."""
-    rank, ranks = transport.rank, transport.world_size
-    for hop in range(NUM_HOPS):
-        transport.phase = f"{dtype}, hop {hop}"
-        sent, room = (_full(value, device, dtype) for value in (rank + hop, -1))
-        pending = transport.exchange([(sent, (rank + 1) % ranks)], [(room, (rank - 1) % ranks)])
-        some = torch.randn(512, 512, device=device)
-        some @ some
-        pending.wait()
-        assert bool((room == float((rank - 1) % ranks + hop)).all()), (dtype, hop, room[:3])
-
-
-def check_collectives(transport: TorchTransport, device: torch.device) -> None:
-    """Call every collective, some of them under way at once, and compare."""
-    rank, ranks = transport.rank, transport.world_size
-    transport.phase = "collectives"
-    total = _full(1, device)
-    transport.all_reduce(total)
-    assert bool((total == ranks).all())
-    pieces, everyone = ([torch.empty(size, device=device) for _ in range(6)] for size in (2, 2 * ranks))
-    sources = [torch.arange(2.0 * ranks, device=device) + n for n in range(6)]
-    pending = [transport.reduce_scatter_async(*each) for each in zip(pieces, sources, strict=True)]
-    pending += [transport.all_gather_async(all_, source[:2]) for all_, source in zip(everyone, sources, strict=True)]
-    for each in pending:
-        each.wait()
-    for n, (piece, all_) in enumerate(zip(pieces, everyone, strict=True)):
-        assert piece.tolist() == [ranks * (2.0 * rank + n), ranks * (2.0 * rank + 1 + n)]
-        assert all_.tolist() == [float(n), 1.0 + n] * ranks
-    last = _full(rank, device)
-    transport.broadcast(last, ranks - 1)
-    assert bool((last == ranks - 1).all())
-
-
-def _full(value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full((NUM_ELEMENTS,), float(value), device=device, dtype=dtype)
 
 
 def main() -> None:

@@ -121,14 +121,11 @@ def test_tiny_steps_are_one_wave(tokens, ranks, capacity, cost):
     cost=st.sampled_from(COSTS[:5]) | st.none(),
     planner=st.sampled_from(("lengthwise", "lengthwise", "bytescale", "static")),
 )
-def test_pipelines_plan_any_lengths_on_any_ranks(
-    ranks: int, tokens: list[int], stages: int, virtual: int, cost: Cost | None, planner: str
-) -> None:
+def test_pipelines_plan_any_lengths_on_any_ranks(ranks, tokens, stages, virtual, cost, planner) -> None:
     cost = cost or all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=stages)
-    plan = planned_twice(
-        tokens, ranks, cost, mode="pipeline", stages=stages, virtual=virtual, layers=32, planner=planner
-    )
-    assert plan.schedule == {"kind": "pipeline", "stages": stages, "virtual": virtual}
+    cut = {"stages": stages, "virtual": virtual}
+    plan = planned_twice(tokens, ranks, cost, mode="pipeline", layers=32, planner=planner, **cut)
+    assert plan.schedule == {"kind": "pipeline", **cut}
     assert FakeNccl(stage_items(plan, *[lambda *_: 1.0] * 3)).seconds > 0
 
 

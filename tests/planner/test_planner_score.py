@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing.pipelines import as_pipeline
 from testing.plans import draw_lengths, make_plan, random_plan
 
 from judge import Coefficients, broken_rules, judge
@@ -75,11 +76,6 @@ def changed(plan, **changes):
     return replace(plan, microbatches=(replace(plan.microbatches[0], **changes),))
 
 
-def piped(plan, stages, virtual=1):
-    schedule = {"kind": "pipeline", "stages": stages, "virtual": virtual}
-    return replace(plan, schedule=schedule, requires=("pipeline",))
-
-
 def test_score_starts_a_ring_when_its_last_rank_is_free_and_counts_idle_ranks():
     scored = score(make_plan(3, (5, 40, 7), [ring([0], 0), ring([0, 1], 1), ring([2], 2)]), COST)
     assert scored.busy_seconds == (15 + 30, 30, 17)
@@ -115,15 +111,15 @@ def test_score_refuses_what_its_costs_do_not_tell_and_what_are_no_speeds(said, p
 
 def test_score_of_a_pipeline_runs_its_stages():
     plan = make_plan(2, (20,) * 8, [ring([rank], 2 * i + rank) for i in range(4) for rank in (0, 1)])
-    scored = score(piped(plan, 4, 2), COST)
+    scored = score(as_pipeline(plan, 4, 2), COST)
     assert scored.makespan_seconds == pytest.approx(30 / 2 * (4 * 2 + 3))
     assert scored.busy_seconds == (120, 120)
-    assert score(piped(plan, 1, 2), COST).makespan_seconds == 120
+    assert score(as_pipeline(plan, 1, 2), COST).makespan_seconds == 120
     staged = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"), stages=4)
     alone = staged.piece_seconds([5000], 1) + staged.fixed_seconds
     equal = make_plan(2, (5000,) * 4, [ring([0], i) for i in range(4)], layers=32)
     for virtual, fill in ((1, 3.0), (2, 1.5)):
-        assert score(piped(equal, 4, virtual), staged).makespan_seconds == pytest.approx(alone * (4 + fill))
+        assert score(as_pipeline(equal, 4, virtual), staged).makespan_seconds == pytest.approx(alone * (4 + fill))
     assert score(equal, staged).makespan_seconds == pytest.approx(alone * (4 + 3)), "stages of the costs fill, too"
 
 
@@ -134,27 +130,14 @@ def test_score_prices_where_a_ring_is():
 
 
 def test_score_prices_what_a_plan_asks_for():
-    ranks = tuple(range(16))
-    plain = make_plan(16, (30_000,), [ring(ranks, 0)], layers=32)
-    launch = ALL_TERMS.fixed_seconds
-
-    def alone(**choice):
-        return ALL_TERMS.piece_seconds([30_000], 16, Choice(**choice), ranks=ranks)
-
-    heads, shares = (
-        make_plan(16, (30_000,), [ring(ranks, 0, **asked)], layers=32)
-        for asked in ({"heads": 4}, {"shares": (2.0,) * 8 + (1.0,) * 8})
-    )
-    took = {
-        "plain": (score(plain, ALL_TERMS).makespan_seconds, alone() + launch),
-        "heads": (score(heads, ALL_TERMS).makespan_seconds, alone(heads=4) + launch),
-        "offload": (score(changed(plain, offload=1.0), ALL_TERMS).makespan_seconds, alone(offload=1.0) + launch),
-        "layer": (
-            score(changed(plain, recompute="layer"), ALL_TERMS).makespan_seconds,
-            alone(recompute="layer") + 4 / 3 * launch,
-        ),
-    }
-    for name, (scored, expected) in took.items():
-        assert scored == pytest.approx(expected), name
-    seconds = [scored for scored, _ in took.values()] + [score(shares, ALL_TERMS).makespan_seconds]
+    ranks, seconds = tuple(range(16)), []
+    for asked, launches in (({}, 1), ({"heads": 4}, 1), ({"offload": 1.0}, 1), ({"recompute": "layer"}, 4 / 3)):
+        heads = {"heads": asked["heads"]} if "heads" in asked else {}
+        plan = make_plan(16, (30_000,), [ring(ranks, 0, **heads)], layers=32)
+        plan = plan if heads else changed(plan, **asked)
+        alone = ALL_TERMS.piece_seconds([30_000], 16, Choice(**asked), ranks=ranks)
+        seconds.append(score(plan, ALL_TERMS).makespan_seconds)
+        assert seconds[-1] == pytest.approx(alone + launches * ALL_TERMS.fixed_seconds), asked
+    shares = make_plan(16, (30_000,), [ring(ranks, 0, shares=(2.0,) * 8 + (1.0,) * 8)], layers=32)
+    seconds.append(score(shares, ALL_TERMS).makespan_seconds)
     assert len({round(each, 9) for each in seconds}) == 5

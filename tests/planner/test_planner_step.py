@@ -5,7 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from lengthwise.core.errors import LengthwiseError, Problems
@@ -122,14 +121,6 @@ def test_plan_step_names_arguments_of_another_kind_all_at_once() -> None:
         LengthwiseError, match=r"(?s)cluster: expected a Cluster; got Cost.*cost: expected a Cost; got Cl"
     ):
         plan_step([5, 9], COMPUTE, CLUSTER)
-
-
-def test_plan_step_takes_whole_numbers_of_numpy() -> None:
-    mine = plan_step([5, 70, 9], Cluster(ranks=3, capacity_tokens=64), COMPUTE, PlanOptions(layers=2))
-    cluster = Cluster(ranks=np.int64(3), capacity_tokens=np.int64(64))
-    options = PlanOptions(layers=np.int64(2), context_tokens=np.int64(70))
-    theirs = plan_step(np.array([5, 70, 9]), cluster, COMPUTE, options)
-    assert theirs.to_json() == mine.to_json()
 
 
 def test_plan_step_tells_all_wrong_options_at_once() -> None:

@@ -7,49 +7,16 @@ import torch
 from testing import run_ranks
 from testing.laid import whole_parameters
 
-from lengthwise.comm import SoloTransport, World
+from lengthwise.comm import World
 from lengthwise.config import OptimizerConfig
-from lengthwise.core.shape import Cluster
-from lengthwise.cost.measured import measured_cost, read_measurements
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.models import build_model, find_model
-from lengthwise.planner import PlanOptions, plan_step
 from lengthwise.profiler.rank_profiler import ProfileSettings, profile
 from lengthwise.profiler.runs import MESSAGE_BYTES, local_run, message_runs, packs_up_to, ring_runs
 from lengthwise.program import check_plan, refuse_unsupported
-from lengthwise.run.profiling import profile_model
-from lengthwise.simulator import simulate_plan
 from tiers import more
 
 SETTINGS = ProfileSettings(seconds=0.5, longest_tokens=256, precision="fp32", clock="wall", hardware="cpu")
-
-
-@pytest.mark.exhaustive
-def test_a_profile_of_one_process_makes_costs_that_plan_a_step(tmp_path):
-    torch.set_num_threads(1)
-    found = profile(find_model("tiny"), World(rank=0, world_size=1), SoloTransport(), SETTINGS)
-    kinds = {"local", "block", "ring_block", "embedding", "head", "end_update", "end_clear"}
-    assert {each.kind for each in found.samples} == kinds
-    assert "near_bytes_per_second" in found.fit.not_measured
-    path = tmp_path / "measurements.json"
-    path.write_text(found.to_json())
-    cost = measured_cost(read_measurements(path))
-    assert cost.linear_seconds > 0
-    plan = plan_step([3000, 500, 20], Cluster(ranks=3, capacity_tokens=2048), cost, PlanOptions(layers=2))
-    check_plan(plan)
-    assert simulate_plan(plan, cost).step_seconds > cost.step_end_seconds(3) > 0
-
-
-@pytest.mark.exhaustive
-def test_a_profile_of_two_processes_measures_rings_and_messages():
-    found = profile_model("tiny", SETTINGS, ranks=2, device="cpu")
-    assert found is not None
-    assert {each.kind for each in found.samples} >= {"ring", "transfer", "end_collectives"}
-    assert all(each.tier == "near" for each in found.samples if each.kind == "ring")
-    always = {"far_bytes_per_second", "far_hop_seconds", "copy_bytes_per_second"}
-    assert always == set(found.fit.not_measured) - {"near_bytes_per_second"}
-    assert (found.place.ranks, found.place.ranks_per_node) == (2, 2)
-    assert {"none", "near"} == {each.tier for each in found.samples}
 
 
 @pytest.mark.parametrize("ranks", [1, more(2)])

@@ -6,15 +6,7 @@ from testing import draw_lengths, make_plan, random_plan
 from testing.order import rank_groups
 
 from lengthwise.core.plan import Piece
-from lengthwise.program import (
-    Content,
-    RankRound,
-    far_peers,
-    line_peers,
-    lower_microbatch,
-    lower_plan,
-    ring_order,
-)
+from lengthwise.program import Content, RankRound, far_peers, line_peers, lower_microbatch, lower_plan, ring_order
 
 RANDOM, WINDOW = st.randoms(use_true_random=False), st.none() | st.integers(1, 45)
 HEADS = 840  # divided by every degree up to 8
@@ -68,13 +60,3 @@ def test_order_c_rings_over_groups_reach_no_further_than_two_groups():
             peers = far_peers(lower_plan(plan, rank), rank)
             assert all(abs(peer - rank) <= 2 * heads for peer in peers)
             assert len(peers) <= heads + 1
-
-
-def test_order_f_heads_are_split_before_the_ring_and_joined_after_it_in_both_passes():
-    plan = make_plan(4, [40], [Piece(ranks=(0, 1, 2, 3), sequences=(0,), heads=2)])
-    labels = [label.partition("layer 0, ")[2] for label, _ in rank_groups(plan, 1, windows=[None])]
-    assert labels == [
-        *("forward, heads split", "forward, ring step 0", "forward, heads joined"),
-        *("backward, heads split", "backward, ring step 0", "backward, ring step 2", "backward, heads joined"),
-        "",
-    ]

@@ -1,45 +1,22 @@
-"""The order rules (a) to (e): one named test each, the order of rings, and the reading that finds what breaks them."""
+"""Who speaks to torch.distributed, that recomputation completes, the order of rings, a microbatch last on all ranks."""
 
 import ast
 import re
-from dataclasses import replace
 from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 from testing import draw_lengths, make_plan, random_plan
-from testing.order import CONNECTIONS, check_order, rank_groups
+from testing.order import check_order
+from testing.plans import in_turn
 
 import lengthwise
 from lengthwise.core.plan import RECOMPUTE_KINDS, Piece
-from lengthwise.program import last_on_all_ranks, lower_microbatch, refuse_unsupported, ring_order
+from lengthwise.program import last_on_all_ranks, lower_microbatch, ring_order
 from properties import costly
 
 RANDOM = st.randoms(use_true_random=False)
 SOURCE = Path(lengthwise.__file__).parent
-RING = Piece(ranks=(0, 2, 1), sequences=(0,))
-PAIR = Piece(ranks=(1, 2), sequences=(1,))
-
-
-@given(choose=RANDOM, ranks=st.integers(2, 7), count=st.integers(1, 5))
-def test_order_a_d_each_round_is_one_grouped_call_of_both_sides_and_a_collective_ends_the_step(choose, ranks, count):
-    plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count))
-    posted = {}
-    for rank in range(ranks):
-        groups = list(rank_groups(plan, rank, windows=[None] * 2))
-        labels = [label for label, _ in groups]
-        assert len(labels) == len(set(labels)), "one grouped call a round and rank"
-        kinds = [operations[0].kind for _, operations in groups]
-        assert kinds.index("collective") == len(kinds) - 1
-        for label, operations in groups[:-1]:
-            posted.setdefault(label, {})[rank] = operations
-    for label, calls in posted.items():
-        sent, received = {}, {}
-        for rank, operations in calls.items():
-            for each in operations:
-                ways, pair = (sent, (rank, each.peer)) if each.kind == "send" else (received, (each.peer, rank))
-                ways.setdefault(pair, []).append(each.size)
-        assert sent == received, label  # order within a pair included
 
 
 def test_order_b_only_comm_talks_to_torch_distributed_and_in_grouped_calls_alone():
@@ -69,38 +46,6 @@ def code_of(text):
     return ast.unparse(tree)
 
 
-@costly
-@given(choose=RANDOM, ranks=st.integers(1, 7), count=st.integers(1, 6))
-def test_order_d_counting_is_a_sub_step_with_its_rings_before_its_collective(choose, ranks, count):
-    plan, windows = random_plan(choose, ranks, draw_lengths(choose, ranks, count)), [None, 5]
-    kept = last_on_all_ranks(plan)
-    again = {f"microbatch {index}," for index in range(len(plan.microbatches)) if index not in kept}
-    for rank in range(ranks):
-        plain = dict(rank_groups(plan, rank, windows=windows))
-        groups = list(rank_groups(plan, rank, windows=windows, counts_routers=True))
-        if CONNECTIONS in plain:
-            assert groups.pop(0) == (CONNECTIONS, plain.pop(CONNECTIONS))
-        place = [label for label, _ in groups].index("sum of counts")
-        counting, step = groups[:place], groups[place + 1 :]
-        assert not any("backward" in label for label, _ in counting)
-        forward = [(label, operations) for label, operations in plain.items() if "forward" in label]
-        assert [(label.replace("counting", "forward"), operations) for label, operations in counting] == forward
-        assert all(("counting" in label) == label.startswith(tuple(again)) for label, _ in counting)
-        ran = {label: each for label, each in plain.items() if "forward" not in label or label.startswith(tuple(again))}
-        assert len(step) == len(ran)
-        assert dict(step) == ran
-        if any(label.startswith(tuple(again)) for label, _ in step):
-            first = next(i for i, (label, _) in enumerate(step) if label.startswith(tuple(again)))
-            assert all(label.startswith(tuple(again)) for label, _ in step[first:-1]), "kept graphs are freed first"
-    more = sum(
-        len(each.transfers)
-        for index in set(range(len(plan.microbatches))) - kept
-        for window in windows
-        for each in lower_microbatch(plan, index).with_window(window).forward_rounds
-    )
-    assert check_order(plan, windows=windows, counts_routers=True) == check_order(plan, windows=windows) + more
-
-
 def test_microbatch_last_on_all_ranks_by_hand():
     pieces = [Piece(ranks=ranks, sequences=(i,)) for i, ranks in enumerate([(0, 1), (2,), (1, 2), (3, 0), (3,), (4,)])]
     assert last_on_all_ranks(make_plan(6, [9] * 6, pieces)) == {2, 4, 5}
@@ -108,34 +53,12 @@ def test_microbatch_last_on_all_ranks_by_hand():
     assert last_on_all_ranks(beside) == {1}, "all pieces of a microbatch run as one"
 
 
-def recomputing(plan, *kinds):
-    return replace(
-        plan, microbatches=tuple(replace(m, recompute=kind) for m, kind in zip(plan.microbatches, kinds, strict=True))
-    )
-
-
-def test_order_e_recomputation_runs_the_forward_rounds_again_before_each_layers_backward():
-    plan = recomputing(make_plan(3, [8, 4], [RING, PAIR]), "layer", "all_but_attention")
-    refuse_unsupported(plan)
-    labels = [label for label, _ in rank_groups(plan, 2, windows=[None] * 2)]
-    layers = [label.removeprefix("microbatch 0, layer ") for label in labels if label.startswith("microbatch 0")]
-    forward, again, backward = (
-        [f"{name}, ring step {ring_step}" for ring_step in range(ring_steps)]
-        for name, ring_steps in (("forward", 2), ("forward again", 2), ("backward", 4))
-    )
-    assert layers == [
-        *(f"{layer}, {label}" for layer in (0, 1) for label in forward),
-        *(f"{layer}, {label}" for layer in (1, 0) for label in (*again, *backward)),
-    ]
-    assert not any("again" in label for label in labels if label.startswith("microbatch 1"))
-
-
 @costly
 @given(choose=RANDOM, ranks=st.integers(1, 8), count=st.integers(1, 6), heads=st.sampled_from([1, 840]))
 def test_order_e_any_plan_with_split_heads_and_any_recomputation_completes(choose, ranks, count, heads):
     plan = random_plan(choose, ranks, draw_lengths(choose, ranks, count), num_heads=heads)
     kinds = [choose.choice(RECOMPUTE_KINDS) for _ in plan.microbatches]
-    mixed = recomputing(plan, *kinds)
+    mixed = in_turn(plan, recompute=kinds)
     again = sum(
         len(each.transfers)
         for index, kind in enumerate(kinds)

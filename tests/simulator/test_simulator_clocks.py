@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from testing.plans import clip_for
+from testing.pipelines import as_pipeline
 
 from lengthwise.core.errors import PlanError
 from lengthwise.core.plan import Microbatch, Piece, Plan
@@ -16,7 +16,6 @@ from lengthwise.data.recipes import draw_lengths
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.simulator import simulate_plan
 from properties import costliest
-from tiers import more
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 COST = all_terms_cost(SHAPE, HARDWARE)
@@ -27,16 +26,29 @@ def _local(*lengths: int, ranks: int = 2, **changes) -> Plan:
     return Plan(ranks=ranks, layers=32, capacity=10**6, tokens=lengths, microbatches=microbatches, **changes)
 
 
-@pytest.mark.parametrize("planner", ["power-of-two", "lengthwise"])
-def test_simulated_step_is_near_the_score(planner: str) -> None:
-    tokens = clip_for(planner, draw_lengths("github", 2_000_000, 1, longest_tokens=200_000), 8192)
-    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=8192), COST, PlanOptions(planner=planner, layers=32))
-    timeline = simulate_plan(plan, COST)
-    assert timeline.work_end_seconds.max() == pytest.approx(score(plan, COST).makespan_seconds, rel=0.05)
-    assert timeline.step_seconds == timeline.work_end_seconds.max() + COST.step_end_seconds(32)
+SLOW_COPIES = all_terms_cost(SHAPE, replace(HARDWARE.with_kernel("flash2"), link_bytes_per_second=2e10))
+LONG, SHORT = [200_000, 200_000, 90_000, 40_000, 9000, 3000] * 4, draw_lengths("github", 2_000_000, 1, 200_000)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "capacity", "cost", "options"),
+    [
+        *((SHORT, 8192, COST, {"planner": planner}) for planner in ("power-of-two", "lengthwise")),
+        (LONG, 4096, SLOW_COPIES, {"offload": "auto", "heads": "auto"}),
+    ],
+)
+def test_simulated_step_is_near_the_score(tokens, capacity, cost, options) -> None:
+    cluster = Cluster(ranks=32, capacity_tokens=capacity)
+    plan = plan_step(tokens, cluster, cost, PlanOptions(layers=32, **options))
+    timeline = simulate_plan(plan, cost)
+    assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
+    assert timeline.step_seconds == timeline.work_end_seconds.max() + cost.step_end_seconds(32)
     ratios = timeline.compute_ratio + timeline.exposed_ratio + timeline.idle_ratio
-    assert ratios + COST.step_end_seconds(32) / timeline.step_seconds == pytest.approx(1.0)
-    assert timeline.most_held_tokens <= 8192 + len(tokens)
+    assert ratios + cost.step_end_seconds(32) / timeline.step_seconds == pytest.approx(1.0)
+    has_choices = "offload" in options
+    assert has_choices or timeline.most_held_tokens <= capacity + len(tokens)
+    assert has_choices == any(each.offload > 0 for each in plan.microbatches)
+    assert has_choices == any(piece.heads > 1 for each in plan.microbatches for piece in each.pieces)
 
 
 @costliest
@@ -76,23 +88,16 @@ def test_waves_start_together() -> None:
     )
 
 
-def _pipelined(plan: Plan, stages: int, virtual: int) -> Plan:
-    schedule = {"kind": "pipeline", "stages": stages, "virtual": virtual}
-    return replace(plan, schedule=schedule, requires=("pipeline",))
-
-
-@pytest.mark.parametrize(("recipe", "stages", "virtual"), [more("github", 2, 1), ("prolong", 4, 2)])
-def test_pipelines_are_near_their_score(recipe: str, stages: int, virtual: int) -> None:
-    cost = all_terms_cost(SHAPE, HARDWARE, stages=stages)
-    tokens = draw_lengths(recipe, 500_000, 1, longest_tokens=50_000)
-    plan = _pipelined(
-        plan_step(tokens, Cluster(ranks=16, capacity_tokens=8192), cost, PlanOptions(layers=32)), stages, virtual
-    )
+def test_pipelines_are_near_their_score() -> None:
+    cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
+    tokens = draw_lengths("prolong", 500_000, 1, longest_tokens=50_000)
+    plan = plan_step(tokens, Cluster(ranks=16, capacity_tokens=8192), cost, PlanOptions(layers=32))
+    plan = as_pipeline(plan, 4, 2)
     timeline = simulate_plan(plan, cost)
     assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
     ratios = timeline.compute_ratio + timeline.exposed_ratio + timeline.idle_ratio
     assert ratios + cost.step_end_seconds(16) / timeline.step_seconds == pytest.approx(1.0)
-    assert len(timeline.rank) == stages * virtual * sum(len(m.ranks) for m in plan.microbatches)
+    assert len(timeline.rank) == 4 * 2 * sum(len(m.ranks) for m in plan.microbatches)
 
 
 def test_messages_between_stages_delay_a_pipeline_of_equal_packs() -> None:
@@ -137,7 +142,7 @@ def test_what_cannot_be_simulated_is_refused(run, cost, changes, said) -> None:
     first = Microbatch(pieces=(pair,), offload=changes.get("offload", 0.0))
     plan = replace(plan, microbatches=(first, *plan.microbatches[1:]))
     with pytest.raises(PlanError, match=said):
-        run(_pipelined(plan, changes["stages"], 1) if "stages" in changes else plan, cost)
+        run(as_pipeline(plan, changes["stages"]) if "stages" in changes else plan, cost)
 
 
 def test_a_step_takes_what_was_planned_where_rings_wait_in_every_layer() -> None:
@@ -148,14 +153,3 @@ def test_a_step_takes_what_was_planned_where_rings_wait_in_every_layer() -> None
     rings = [microbatch for microbatch in plan.microbatches if len(microbatch.ranks) > 1]
     assert rings
     assert all(len(microbatch.pieces) == 1 for microbatch in rings)
-
-
-def test_plans_with_offload_and_heads_simulate_near_their_score() -> None:
-    cost = all_terms_cost(SHAPE, replace(HARDWARE.with_kernel("flash2"), link_bytes_per_second=2e10))
-    tokens = [200_000, 200_000, 90_000, 40_000, 9000, 3000] * 4
-    options = {"layers": 32, "offload": "auto", "heads": "auto"}
-    plan = plan_step(tokens, Cluster(ranks=32, capacity_tokens=4096), cost, PlanOptions(**options))
-    timeline = simulate_plan(plan, cost)
-    assert timeline.work_end_seconds.max() == pytest.approx(score(plan, cost).makespan_seconds, rel=0.05)
-    assert any(microbatch.offload > 0 for microbatch in plan.microbatches)
-    assert any(piece.heads > 1 for microbatch in plan.microbatches for piece in microbatch.pieces)

@@ -7,7 +7,6 @@ import pytest
 from lengthwise.core.shape import Cluster
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
-from lengthwise.cost.shard_choice import Shard
 from lengthwise.planner import PlanOptions
 from lengthwise.program import check_plan
 from lengthwise.report.branches import branches_json, branches_notes
@@ -38,7 +37,6 @@ from lengthwise.simulator.rivals import (
     packed,
     padded,
 )
-from tiers import more
 
 SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
 BATCHES = [[30_000, *[2000] * 12, 700], [20_000, *[4000] * 6]]
@@ -46,9 +44,7 @@ FEW = Scenario(shape=SHAPE, hardware=H100, devices=4)
 NODE = Scenario(shape=SHAPE, hardware=H100, devices=8)
 
 
-def run(
-    tokens: list[int], scenario: Scenario, layout: Shard, held: int, kind: str, how: LockStep | None = None
-) -> Found:
+def run(tokens, scenario, layout, held, kind, how=None) -> Found:
     """Run one batch with FSDP2, or without `how` with Lengthwise."""
     mesh = RankMesh(layout=layout, held=((kind, held),), heads="auto", lock_step=how)
     found = best_mesh("FSDP2" if how else "lengthwise", [tokens], replace(scenario, only=mesh)).found
@@ -96,27 +92,21 @@ def test_a_rival_takes_the_best_of_all_its_settings() -> None:
     assert taken.mean_seconds == min(seconds)
 
 
-@pytest.mark.parametrize(
-    ("prompt_tokens", "told"), [(2000, "Prompts computed once: 58.3 % fewer tokens"), more(50, "not computed once")]
-)
-def test_prompts_are_computed_once_where_that_pays_and_by_ours_alone(prompt_tokens: int, told: str) -> None:
+def test_prompts_are_computed_once_where_that_pays_and_by_ours_alone() -> None:
     """On the mesh of whole sequences, which all others run as if they shared nothing."""
-    scenario = Scenario(shape=named_shape("qwen3-0.6b"), hardware=H100, devices=2, kinds=("layer",))
-    batch = [prompt_tokens + 1000] * 16
+    scenario, batch = Scenario(shape=named_shape("qwen3-0.6b"), hardware=H100, devices=2, kinds=("layer",)), [3000] * 16
     apart = compare([batch], scenario)
-    found = compare([batch], replace(scenario, branches=Branches(completions=8, prompt_tokens=prompt_tokens)))
+    found = compare([batch], replace(scenario, branches=Branches(completions=8, prompt_tokens=2000)))
     assert [row.found.steps for row in found.rivals] == [row.found.steps for row in apart.rivals]
     assert found.apart.found.mesh == found.ours.found.mesh == apart.ours.found.mesh
     assert found.apart.found.step_seconds == apart.ours.found.step_seconds
     assert {length for length, _ in degrees_of(found.ours.found)} == {batch[0]}
     figures, (note,) = branches_json(found), branches_notes(found)
-    (saved,) = figures["saved_seconds_ratio"]
-    assert told in note
+    assert "Prompts computed once: 58.3 % fewer tokens" in note
+    assert (figures["steps_sharing"], figures["saved_tokens_ratio"]) == (1, pytest.approx(14 * 1999 / sum(batch)))
     times = apart.ours.found.mean_seconds / found.ours.found.mean_seconds
-    assert figures["steps_sharing"] == (prompt_tokens == 2000) == (times > 1)
-    if figures["steps_sharing"]:
-        assert figures["saved_tokens_ratio"] == pytest.approx(14 * 1999 / sum(batch))
-        assert saved == pytest.approx(1 - 1 / times, rel=0.01)
+    assert figures["saved_seconds_ratio"] == [pytest.approx(1 - 1 / times, rel=0.01)]
+    assert times > 1
     assert branches_notes(apart) == []
 
 
@@ -124,13 +114,6 @@ def test_completions_of_a_prompt_follow_each_other_longest_first() -> None:
     """The last prompt has fewer; a prompt's last token is of each completion."""
     shared = Branches(completions=2, prompt_tokens=20).shared([30, 40, 50, 25, 60])
     assert (shared.order, shared.common) == ((1, 0, 2, 3, 4), (0, 19, 0, 19, 0))
-
-
-def test_sharded_ranks_of_ours_wait_for_gathers_too() -> None:
-    """On links a thousand times slower a step of zero3 takes longer than its computation by far."""
-    slow = replace(H100, node_link_bytes_per_second=H100.node_link_bytes_per_second / 1000)
-    quick, waiting = (run([8000] * 8, replace(NODE, hardware=each), "zero3", 32_768, "layer") for each in (H100, slow))
-    assert waiting.mean_seconds > 10 * quick.mean_seconds
 
 
 def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest() -> None:
@@ -177,12 +160,6 @@ def test_comparison_says_what_a_gpu_holds_where_a_sequence_is_too_long() -> None
     held = max(NODE.held("zero3").values())
     assert refusals[PADDED] == refusals[PACKED] == f"longest sequence 200,000, a GPU holds {held:,}"
     assert refusals[ONE_RING] == refusals[OURS] is None
-
-
-def test_comparison_of_a_model_that_fits_nowhere() -> None:
-    found = compare([[100]], Scenario(shape=named_shape("llama-70b"), hardware=H100, devices=2))
-    assert found.best_other is None
-    assert all("no room beside" in row.refusal.got for row in found.rows)
 
 
 def test_an_optimizer_on_the_host_makes_room_in_all_ways_and_takes_time() -> None:

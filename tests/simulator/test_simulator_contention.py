@@ -91,13 +91,6 @@ def test_groups_that_cross_nodes_exchange_over_their_share_of_the_uplink() -> No
     assert piece_layer(inside, [40_000], narrow).exchange == pytest.approx(piece_layer(inside, [40_000], cost).exchange)
 
 
-def test_the_steps_end_takes_no_more_than_the_uplinks() -> None:
-    cost = all_terms_cost(SHAPE, NODES_OF_4)
-    narrow = replace(cost, uplink_bytes_per_second=1e9)
-    assert narrow.step_end_seconds(16) == pytest.approx(cost.reduced_bytes * 15 / 16 / 1e9)
-    assert narrow.step_end_seconds(4) == cost.step_end_seconds(4)
-
-
 @costly
 @given(
     tokens=st.lists(st.one_of(st.integers(1, 60), st.integers(1, 60_000)), min_size=1, max_size=10),
@@ -118,21 +111,3 @@ def test_contention_never_makes_a_step_faster(tokens, ranks, planner, uplink, ni
     assert held.compute.tolist() == free.compute.tolist()
     enough = replace(alone, uplink_bytes_per_second=4 * slow.link_bytes_per_second)
     assert simulate_plan(plan, enough).end.tolist() == free.end.tolist()
-
-
-@given(
-    tokens=st.lists(st.one_of(st.integers(1, 60), st.integers(1, 60_000)), min_size=1, max_size=10),
-    ranks=st.sampled_from([1, 2, 3, 5, 12]),
-    planner=st.sampled_from(PLANNERS),
-    kv_heads=st.sampled_from([8, 32]),
-)
-def test_simulated_steps_end_no_earlier_than_the_bound(tokens, ranks, planner, kv_heads) -> None:
-    tokens = clip_for(planner, [min(length, ranks * 8000) for length in tokens], 8000)
-    cost = all_terms_cost(replace(SHAPE, kv_heads=kv_heads), HARDWARE)
-    # The formula adds a hop's latency, the simulator hides it behind blocks like bytes: so its bound is that of none.
-    instant = replace(cost, near=replace(cost.near, hop_seconds=0.0), far=replace(cost.far, hop_seconds=0.0))
-    plan = plan_step(
-        tokens, Cluster(ranks=ranks, capacity_tokens=8192), instant, PlanOptions(planner=planner, layers=32)
-    )
-    for priced in (instant, cost):
-        assert simulate_plan(plan, priced).work_end_seconds.max() >= plan.notes["bound_seconds"] * (1 - 1e-9)

@@ -170,10 +170,8 @@ def test_copies_hold_up_what_compute_does_not_hide() -> None:
     assert long.copied[0] == 0
     slow = replace(COST, copy_bytes_per_second=1e8)
     held = microbatch_clocks(Microbatch(pieces=(piece,), offload=1.0), [3000], slow)
-    both_ways = 2 * slow.copy_seconds(3000.0, Choice(offload=1.0))
-    assert held.total[0] == pytest.approx(
-        both_ways
-    )  # out behind forward, in behind backward: copies are all that counts
+    # Out behind forward, in behind backward: copies are all that counts.
+    assert held.total[0] == pytest.approx(2 * slow.copy_seconds(3000.0, Choice(offload=1.0)))
 
 
 @given(
