@@ -159,18 +159,28 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[
         took[packed] = np.add.reduceat(cost.compute_seconds(inside), starts[counts > 0])[packed[counts > 0]]
     lone = is_ring & (counts == 1) & (not as_written)
     took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
-    known: dict[object, float] = {}  # batches of one length have thousands of equal rings
+    together: dict[tuple[str, bool], list[int]] = {}
     for number in np.flatnonzero(~packed & ~lone & (counts > 0)).tolist():
         microbatch, piece = placed[number]
-        lengths = tokens[list(piece.sequences)].tolist()
-        if not as_written:
-            took[number] = cost.piece_seconds(lengths, piece.degree)
+        if as_written and piece.shares is None:
+            together.setdefault((_recompute(microbatch, cost), piece.degree > piece.heads), []).append(number)
             continue
-        reach = cost.reach(piece.degree, piece.heads, piece.ranks)
-        key = (*lengths, reach, piece.degree, piece.heads, piece.shares, microbatch.offload, microbatch.recompute)
-        if key not in known:
-            known[key] = _written_seconds(lengths, microbatch, piece, cost)
-        took[number] = known[key]
+        lengths = tokens[list(piece.sequences)].tolist()
+        alone = (
+            _written_seconds(lengths, microbatch, piece, cost)
+            if as_written
+            else cost.piece_seconds(lengths, piece.degree)
+        )
+        took[number] = alone
+    for (recompute, _), numbers in together.items():
+        some = [placed[number] for number in numbers]
+        lengths = tokens[[i for _, piece in some for i in piece.sequences]]
+        choice = Choice(
+            heads=np.array([piece.heads for _, piece in some]),
+            offload=np.array([microbatch.offload for microbatch, _ in some]),
+            recompute=recompute,
+        )
+        took[numbers] = cost.pieces_seconds(lengths, counts[numbers], [piece.ranks for _, piece in some], choice)
     return took.tolist()
 
 
