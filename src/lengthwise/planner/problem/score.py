@@ -133,8 +133,9 @@ def _seconds_at(
     for number, (microbatch, piece) in enumerate(placed):
         own = [speeds[rank] for rank in piece.ranks]
         if piece.shares is not None:
-            lengths = [tokens[i] for i in piece.sequences]
-            took[number] = _written_seconds(lengths, microbatch, piece, cost, speeds=own)
+            lengths, choice = [tokens[i] for i in piece.sequences], _choice(microbatch, piece, cost)
+            where = {"ranks": piece.ranks, "shares": piece.shares, "speeds": own}
+            took[number] = cost.piece_seconds(lengths, piece.degree, choice, **where)
         else:
             alike.setdefault(min(own), []).append(number)
     for speed, numbers in alike.items():
@@ -159,29 +160,40 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[
         took[packed] = np.add.reduceat(cost.compute_seconds(inside), starts[counts > 0])[packed[counts > 0]]
     lone = is_ring & (counts == 1) & (not as_written)
     took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
-    together: dict[tuple[str, bool], list[int]] = {}
-    for number in np.flatnonzero(~packed & ~lone & (counts > 0)).tolist():
-        microbatch, piece = placed[number]
-        if as_written and piece.shares is None:
-            together.setdefault((_recompute(microbatch, cost), piece.degree > piece.heads), []).append(number)
-            continue
-        lengths = tokens[list(piece.sequences)].tolist()
-        alone = (
-            _written_seconds(lengths, microbatch, piece, cost)
-            if as_written
-            else cost.piece_seconds(lengths, piece.degree)
-        )
-        took[number] = alone
-    for (recompute, _), numbers in together.items():
-        some = [placed[number] for number in numbers]
-        lengths = tokens[[i for _, piece in some for i in piece.sequences]]
-        choice = Choice(
-            heads=np.array([piece.heads for _, piece in some]),
-            offload=np.array([microbatch.offload for microbatch, _ in some]),
-            recompute=recompute,
-        )
-        took[numbers] = cost.pieces_seconds(lengths, counts[numbers], [piece.ranks for _, piece in some], choice)
+    rest = np.flatnonzero(~packed & ~lone & (counts > 0)).tolist()
+    if as_written:
+        written = [(placed[number][1], _choice(*placed[number], cost)) for number in rest]
+        took[rest] = written_seconds(written, tokens, cost)
+    else:
+        took[rest] = [
+            cost.piece_seconds(tokens[list(piece.sequences)], piece.degree)
+            for _, piece in (placed[number] for number in rest)
+        ]
     return took.tolist()
+
+
+def written_seconds(
+    pieces: Sequence[tuple[Piece, Choice]], tokens: NDArray[np.int64], cost: Cost
+) -> NDArray[np.float64]:
+    """Price pieces as a plan states them, all without shares at once. tokens: all lengths of the step."""
+    took = np.zeros(len(pieces))
+    alike: dict[tuple[str, bool], list[int]] = {}
+    for number, (piece, choice) in enumerate(pieces):
+        if piece.shares is None:
+            alike.setdefault((choice.recompute, piece.degree > choice.heads), []).append(number)
+        else:
+            lengths, where = tokens[list(piece.sequences)], {"ranks": piece.ranks, "shares": piece.shares}
+            took[number] = cost.piece_seconds(lengths, piece.degree, choice, **where)
+    for (recompute, _), numbers in alike.items():
+        some, choices = zip(*(pieces[number] for number in numbers), strict=True)
+        heads, offload = (np.array([getattr(each, name) for each in choices]) for name in ("heads", "offload"))
+        took[numbers] = cost.pieces_seconds(
+            tokens[[i for piece in some for i in piece.sequences]],
+            np.array([len(piece.sequences) for piece in some]),
+            [piece.ranks for piece in some],
+            Choice(heads=heads, offload=offload, recompute=recompute),
+        )
+    return took
 
 
 def _reads_choices(cost: Cost) -> bool:
@@ -194,11 +206,8 @@ def _recompute(microbatch: Microbatch, cost: Cost) -> str:
     return cost.choices.recompute if microbatch.recompute == "none" else microbatch.recompute
 
 
-def _written_seconds(
-    lengths: list[int], microbatch: Microbatch, piece: Piece, cost: Cost, *, speeds: Sequence[float] | None = None
-) -> float:
-    choice = Choice(heads=piece.heads, offload=microbatch.offload, recompute=_recompute(microbatch, cost))
-    return cost.piece_seconds(lengths, piece.degree, choice, ranks=piece.ranks, shares=piece.shares, speeds=speeds)
+def _choice(microbatch: Microbatch, piece: Piece, cost: Cost) -> Choice:
+    return Choice(heads=piece.heads, offload=microbatch.offload, recompute=_recompute(microbatch, cost))
 
 
 def _priced_stages(plan: Plan, cost: Cost) -> int:
