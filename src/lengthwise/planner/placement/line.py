@@ -216,7 +216,7 @@ def _sweep(
         if taken[first] or taken[first + degree - 1]:
             continue
         sequence, _, seconds = rings[number]
-        seconds += at_place(extra_seconds(sequence, degree), first)
+        seconds += at_place(extra if number == 0 else extra_seconds(sequence, degree), first)
         soonest_end = min(soonest_end, line.put(sequence, first, degree, seconds))
         taken[first : first + degree] = b"\1" * degree
         number += 1
@@ -236,7 +236,9 @@ def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, floa
 
 def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, int]:
     """Return (seconds added, first rank) at the faster end of a hole; ties: the lower end."""
-    return min((at_place(extra, first), first) for first in (hole.first, hole.end - degree))
+    if extra is None:
+        return 0.0, hole.first
+    return min((float(extra.seconds[first]), first) for first in (hole.first, hole.end - degree))
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
