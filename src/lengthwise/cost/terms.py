@@ -314,6 +314,8 @@ class Cost:
 
         far_rounds: number of a sweep's degree - 1 rounds between nodes; in each, one message leaves a node.
         """
+        if not (self.sweep_messages or self.sweep_bytes):
+            return 0.0
         outside = min(self.far.bytes_per_second, self.uplink_bytes_per_second)
         links = (self.near.hop_seconds, self.near.bytes_per_second), (self.far.hop_seconds, outside)
         near, far = (self.sweep_messages * hop + sequences * self.sweep_bytes / rate for hop, rate in links)
@@ -399,7 +401,9 @@ class Cost:
         """Sum the passes of one rank. total: tokens of the whole piece."""
         heads, positions, near, far = choice.heads, degree / choice.heads, self.near, self.far
         held = part.tokens / degree
-        outside = np.minimum(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)
+        outside: Numbers = far.bytes_per_second
+        if self.shares_uplinks:
+            outside = np.minimum(outside, self.uplink_bytes_per_second / reach.flows)
         ring = self.ring_bytes / np.where(reach.ring_near, near.bytes_per_second, outside)
         repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds copies of them
         latency = np.where(reach.ring_near, near.hop_seconds, far.hop_seconds)
@@ -411,7 +415,7 @@ class Cost:
             linear=part.linear,
             transfers=ring * repeated * (total * positions - total),
             exchange=self.exchange_bytes * held * (heads - 1) / heads / links,
-            copy=self.copy_seconds(held, choice) if np.any(choice.offload) else None,
+            copy=None if choice is AS_CUT or not np.any(choice.offload) else self.copy_seconds(held, choice),
             states=self.sweep_seconds(degree, reach.far_rounds, part.sequences),
             latency=latency,
             positions=positions,

@@ -66,7 +66,7 @@ class Annealing:
         self._shares = request.packs_beside_rings
         self._known: dict[tuple[int, tuple[int, ...]], tuple[list[float], int, int]] = {}
         self._placed: dict[tuple[tuple[int, tuple[int, ...]], ...], Placement] = {}
-        self._held: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._fits: dict[tuple[int, tuple[int, ...]], bool] = {}
 
     def run(self, state: State) -> Placement:
         """Try changes; return the best placement seen."""
@@ -162,10 +162,10 @@ class Annealing:
             else:
                 ends = [max(free[first : first + degree]) + seconds for first, seconds in enumerate(took)]
                 end = min(ends)
-                first = max(
-                    (place for place, at in enumerate(ends) if at == end),
-                    key=lambda place: (sum(free[place : place + degree]), -place),
-                )
+                first = ends.index(end)
+                if ends.count(end) > 1:
+                    places = (place for place, at in enumerate(ends) if at == end)
+                    first = max(places, key=lambda place: (sum(free[place : place + degree]), -place))
                 free[first : first + degree] = [end] * degree
                 beside[first : first + degree] = [(room, number)] * degree
             pieces.append((first, degree, sequences, beside[first][1]))
@@ -207,16 +207,16 @@ class Annealing:
         return self._known[piece]
 
     def _most_held(self, degree: int, sequences: tuple[int, ...]) -> int:
-        key = degree, sequences
-        if key not in self._held:
-            self._held[key] = int(held_tokens([self.request.tokens[i] for i in sequences], degree).max())
-        return self._held[key]
+        return int(held_tokens([self.request.tokens[i] for i in sequences], degree).max())
 
     def fits(self, degree: int, sequences: tuple[int, ...]) -> bool:
         """Return whether ranks hold a piece: its tokens in all, and on each position but for rounding."""
-        if sum(self.request.tokens[i] for i in sequences) > degree * self.capacity:
-            return False
-        return self._most_held(degree, sequences) <= self.capacity + rounding_tokens(len(sequences), degree)
+        key = degree, sequences
+        if key not in self._fits:
+            limit = self.capacity + rounding_tokens(len(sequences), degree)
+            fit_together = sum(self.request.tokens[i] for i in sequences) <= degree * self.capacity
+            self._fits[key] = fit_together and self._most_held(degree, sequences) <= limit
+        return self._fits[key]
 
 
 def _write(layout: Placement, request: PlanRequest) -> list[Microbatch]:
