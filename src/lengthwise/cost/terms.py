@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -200,7 +200,10 @@ class Cost:
             each = (Choice(heads=u, offload=offload, recompute=self.choices.recompute) for u in self._groups(degree))
             return min(self.piece_seconds(tokens, degree, one) for one in each if degree % one.heads == 0)
         choice = choice or AS_CUT
-        self._refuse_heads(degree, choice.heads)
+        if degree % choice.heads or self.heads % choice.heads:
+            expected = f"a divisor of the {degree} ranks and of the model's {self.heads} heads"
+            remedy = "Split heads over fewer ranks."
+            raise PlanError("heads", expected=expected, got=str(choice.heads), remedy=remedy)
         attention, diagonal = map(np.sum, self._attention(tokens, degree / choice.heads))
         total = float(tokens.sum())
         own = total
@@ -212,18 +215,17 @@ class Cost:
         part = _Part(own, attention / speed, diagonal / speed, linear, len(tokens))
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
-    def pieces_seconds(self, lengths: Whole, counts: Whole, ranks: Sequence[tuple[int, ...]], choice: Choice) -> Floats:
+    def pieces_seconds(
+        self, lengths: Whole, counts: Sequence[int], ranks: Sequence[tuple[int, ...]], choice: Choice
+    ) -> Floats:
         """Return `piece_seconds` of many pieces; piece i has `counts[i]` of `lengths`, one or more, over `ranks[i]`.
 
-        choice: arrays of settings. Either all pieces are cut into several ring positions, or none is.
+        choice: arrays of settings, heads as divisors. Either all pieces have several ring positions, or none has.
         """
-        degrees, heads = np.array([len(each) for each in ranks]), choice.heads
-        placed = list(zip(ranks, heads.tolist(), strict=True))
-        for degree, group in {(len(each), group) for each, group in placed}:
-            self._refuse_heads(degree, group)
+        degrees, placed = np.array(list(map(len, ranks))), list(zip(ranks, choice.heads.tolist(), strict=True))
         reaches = {key: self.reach(len(key[0]), key[1], key[0]) for key in set(placed)}
         reach = Reach(*np.array([reaches[key] for key in placed]).T)
-        parts = [slice(first, stop) for first, stop in pairwise((0, *np.cumsum(counts).tolist()))]
+        parts = [slice(*each) for each in pairwise(accumulate(counts, initial=0))]
 
         def sums(values: Floats) -> Floats:  # added in the order of `piece_seconds`, to the last digit
             return values if len(values) == len(parts) else np.array([values[part].sum() for part in parts])
@@ -232,15 +234,9 @@ class Cost:
         total = work = sums(tokens)
         if self.trees:
             work = total * (sums(self.linear_tokens(tokens, np.repeat(degrees, counts))) / total)
-        attention, diagonal = map(sums, self._attention(tokens, np.repeat(degrees / heads, counts)))
-        part = _Part(total, attention, diagonal, self._linear(total, degrees, work), counts)
+        attention, diagonal = map(sums, self._attention(tokens, np.repeat(degrees / choice.heads, counts)))
+        part = _Part(total, attention, diagonal, self._linear(total, degrees, work), np.array(counts))
         return self._seconds(part, total, degrees, choice, reach)
-
-    def _refuse_heads(self, degree: int, heads: int) -> None:
-        if degree % heads or self.heads % heads:
-            expected = f"a divisor of the {degree} ranks and of the model's {self.heads} heads"
-            remedy = "Split heads over fewer ranks."
-            raise PlanError("heads", expected=expected, got=str(heads), remedy=remedy)
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
         """Return `piece_seconds` of pieces of `lengths[i]` over `degrees[i]` ranks, in as few nodes as possible."""

@@ -105,25 +105,17 @@ def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
 
 def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
     """Return the plan with the fastest split of heads for each ring, or in groups of `asked` where possible."""
-    ways: dict[object, list[tuple[Piece, Choice]]] = {}
-    keys = [
-        [_ring_key(piece, microbatch, plan, cost) for piece in microbatch.pieces] for microbatch in plan.microbatches
-    ]
-    for microbatch, of_pieces in zip(plan.microbatches, keys, strict=True):
-        for piece, key in zip(microbatch.pieces, of_pieces, strict=True):
-            if key is not None and key not in ways:
-                ways[key] = list(_ways_to_split(piece, microbatch, cost, asked))
+    placed = [(piece, microbatch) for microbatch in plan.microbatches for piece in microbatch.pieces]
+    keys = [_ring_key(*each, plan, cost) for each in placed]
+    rings = dict(zip(reversed(keys), reversed(placed), strict=True))  # of equal ones, the first
+    ways = {key: _ways_to_split(*ring, cost, asked) for key, ring in rings.items() if key is not None}
     every = [way for of_ring in ways.values() for way in of_ring]
     seconds = iter(written_seconds(every, np.array(plan.tokens, dtype=np.int64), cost).tolist())
     fastest = {key: min(of_ring, key=lambda _: next(seconds))[1].heads for key, of_ring in ways.items() if of_ring}
-
-    def split(piece: Piece, key: object) -> Piece:
-        heads = fastest.get(key, 1)
-        return piece if heads == 1 else replace(piece, heads=heads, ranks=_ranks_of(piece, heads))
-
+    heads = (fastest.get(key, 1) for key in keys)
     microbatches = tuple(
-        replace(microbatch, pieces=tuple(map(split, microbatch.pieces, of_pieces)))
-        for microbatch, of_pieces in zip(plan.microbatches, keys, strict=True)
+        replace(microbatch, pieces=tuple(_split(piece, next(heads)) for piece in microbatch.pieces))
+        for microbatch in plan.microbatches
     )
     return replace(plan, microbatches=microbatches)
 
@@ -138,20 +130,22 @@ def _ring_key(piece: Piece, microbatch: Microbatch, plan: Plan, cost: Cost) -> o
     return (*(plan.tokens[i] for i in piece.sequences), where, microbatch.offload, microbatch.recompute)
 
 
-def _ways_to_split(
-    piece: Piece, microbatch: Microbatch, cost: Cost, asked: str | int
-) -> Iterator[tuple[Piece, Choice]]:
-    for heads in range(1, min(cost.heads, piece.degree) + 1) if asked == "auto" else (int(asked),):
-        if cost.heads % heads == piece.degree % heads == 0:
-            choice = Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute)
-            yield replace(piece, heads=heads, ranks=_ranks_of(piece, heads)), choice
+def _ways_to_split(piece: Piece, microbatch: Microbatch, cost: Cost, asked: str | int) -> list[tuple[Piece, Choice]]:
+    tried = range(1, min(cost.heads, piece.degree) + 1) if asked == "auto" else (int(asked),)
+    choices = (Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute) for heads in tried)
+    return [
+        (_split(piece, each.heads), each)
+        for each in choices
+        if cost.heads % each.heads == piece.degree % each.heads == 0
+    ]
 
 
-def _ranks_of(piece: Piece, heads: int) -> tuple[int, ...]:
-    """Return the ranks of a piece in the order of a ring that splits heads."""
+def _split(piece: Piece, heads: int) -> Piece:
+    if heads == 1:
+        return piece
     first = min(piece.ranks)
     is_interval = piece.ranks == ring_order(first, piece.degree)
-    return ring_order(first, piece.degree, heads) if is_interval else piece.ranks
+    return replace(piece, heads=heads, ranks=ring_order(first, piece.degree, heads) if is_interval else piece.ranks)
 
 
 def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selection:

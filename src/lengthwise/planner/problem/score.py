@@ -133,9 +133,7 @@ def _seconds_at(
     for number, (microbatch, piece) in enumerate(placed):
         own = [speeds[rank] for rank in piece.ranks]
         if piece.shares is not None:
-            lengths, choice = [tokens[i] for i in piece.sequences], _choice(microbatch, piece, cost)
-            where = {"ranks": piece.ranks, "shares": piece.shares, "speeds": own}
-            took[number] = cost.piece_seconds(lengths, piece.degree, choice, **where)
+            took[number] = _alone_seconds(piece, _choice(microbatch, piece, cost), lengths_of, cost, speeds=own)
         else:
             alike.setdefault(min(own), []).append(number)
     for speed, numbers in alike.items():
@@ -162,13 +160,10 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[
     took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
     rest = np.flatnonzero(~packed & ~lone & (counts > 0)).tolist()
     if as_written:
-        written = [(placed[number][1], _choice(*placed[number], cost)) for number in rest]
-        took[rest] = written_seconds(written, tokens, cost)
+        took[rest] = written_seconds([(placed[n][1], _choice(*placed[n], cost)) for n in rest], tokens, cost)
     else:
-        took[rest] = [
-            cost.piece_seconds(tokens[list(piece.sequences)], piece.degree)
-            for _, piece in (placed[number] for number in rest)
-        ]
+        pieces = (placed[number][1] for number in rest)
+        took[rest] = [cost.piece_seconds(tokens[list(piece.sequences)], piece.degree) for piece in pieces]
     return took.tolist()
 
 
@@ -179,21 +174,27 @@ def written_seconds(
     took = np.zeros(len(pieces))
     alike: dict[tuple[str, bool], list[int]] = {}
     for number, (piece, choice) in enumerate(pieces):
-        if piece.shares is None:
+        if piece.shares is None and piece.degree % choice.heads == cost.heads % choice.heads == 0:
             alike.setdefault((choice.recompute, piece.degree > choice.heads), []).append(number)
         else:
-            lengths, where = tokens[list(piece.sequences)], {"ranks": piece.ranks, "shares": piece.shares}
-            took[number] = cost.piece_seconds(lengths, piece.degree, choice, **where)
+            took[number] = _alone_seconds(piece, choice, tokens, cost)
     for (recompute, _), numbers in alike.items():
         some, choices = zip(*(pieces[number] for number in numbers), strict=True)
         heads, offload = (np.array([getattr(each, name) for each in choices]) for name in ("heads", "offload"))
-        took[numbers] = cost.pieces_seconds(
-            tokens[[i for piece in some for i in piece.sequences]],
-            np.array([len(piece.sequences) for piece in some]),
-            [piece.ranks for piece in some],
+        choice, counts = (
             Choice(heads=heads, offload=offload, recompute=recompute),
+            [len(each.sequences) for each in some],
         )
+        lengths = tokens[[i for piece in some for i in piece.sequences]]
+        took[numbers] = cost.pieces_seconds(lengths, counts, [piece.ranks for piece in some], choice)
     return took
+
+
+def _alone_seconds(
+    piece: Piece, choice: Choice, tokens: NDArray[np.int64], cost: Cost, *, speeds: Sequence[float] | None = None
+) -> float:
+    lengths, where = tokens[list(piece.sequences)].tolist(), {"ranks": piece.ranks, "shares": piece.shares}
+    return cost.piece_seconds(lengths, piece.degree, choice, **where, speeds=speeds)
 
 
 def _reads_choices(cost: Cost) -> bool:
