@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -42,7 +41,6 @@ FORWARD = PassShares(attention=2 / 7, linear=1 / 3, ring=1 / 4, exchange=1 / 2)
 BACKWARD = PassShares(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 
 
-@lru_cache(maxsize=64)
 def passes(forward: PassShares, backward: PassShares, recompute: str) -> tuple[PassShares, ...]:
     """List the passes of a microbatch with this kind of recomputation, forward first."""
     again = RECOMPUTED[recompute]
@@ -78,15 +76,11 @@ class Work(NamedTuple):
     degree: Numbers
 
 
-@lru_cache(maxsize=64)
-def _totals(sweeps: tuple[PassShares, ...]) -> tuple[float, ...]:
-    names = ("attention", "linear", "exchange", "states")
-    return tuple(sum(getattr(sweep, name) for sweep in sweeps) for name in names)
-
-
-def passes_seconds(sweeps: tuple[PassShares, ...], work: Work, *, by_ring_step: bool) -> Numbers:
+def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bool) -> Numbers:
     """Return the seconds of all passes, forward first. by_ring_step: True if transfers hide per ring step."""
-    attention, linear, exchanges, states = _totals(sweeps)
+    attention, linear, exchanges, states = (
+        sum(getattr(sweep, name) for sweep in sweeps) for name in ("attention", "linear", "exchange", "states")
+    )
     together: Numbers = attention * work.attention + linear * work.linear
     apart: Numbers = exchanges * work.exchange + states * work.states
     rings = [sweep for sweep in sweeps if sweep.ring]

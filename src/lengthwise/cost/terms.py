@@ -215,22 +215,20 @@ class Cost:
         part = _Part(own, attention / speed, diagonal / speed, linear, len(tokens))
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
-    def pieces_seconds(
-        self, lengths: Whole, counts: Sequence[int], ranks: Sequence[tuple[int, ...]], choice: Choice
-    ) -> Floats:
-        """Return `piece_seconds` of many pieces; piece i has `counts[i]` of `lengths`, one or more, over `ranks[i]`.
+    def pieces_seconds(self, lengths: Sequence[Whole], ranks: Sequence[tuple[int, ...]], choice: Choice) -> Floats:
+        """Return `piece_seconds` of pieces of `lengths[i]` over `ranks[i]`: all have several ring positions, or none.
 
-        choice: arrays of settings, heads as divisors. Either all pieces have several ring positions, or none has.
+        choice: settings as arrays; heads divide the degrees and the model's heads.
         """
-        degrees, placed = np.array(list(map(len, ranks))), list(zip(ranks, choice.heads.tolist(), strict=True))
+        placed, counts = list(zip(ranks, choice.heads.tolist(), strict=True)), list(map(len, lengths))
         reaches = {key: self.reach(len(key[0]), key[1], key[0]) for key in set(placed)}
-        reach = Reach(*np.array([reaches[key] for key in placed]).T)
-        parts = [slice(*each) for each in pairwise(accumulate(counts, initial=0))]
+        reach, degrees = Reach(*np.array([reaches[key] for key in placed]).T), np.array(list(map(len, ranks)))
+        stops = list(accumulate(counts, initial=0))
 
-        def sums(values: Floats) -> Floats:  # added in the order of `piece_seconds`, to the last digit
-            return values if len(values) == len(parts) else np.array([values[part].sum() for part in parts])
+        def sums(values: Floats) -> Floats:  # added as `piece_seconds` does, to the last digit
+            return values if len(values) == len(ranks) else np.array([values[a:b].sum() for a, b in pairwise(stops)])
 
-        tokens = lengths.astype(np.float64)
+        tokens = np.concatenate(lengths).astype(np.float64)
         total = work = sums(tokens)
         if self.trees:
             work = total * (sums(self.linear_tokens(tokens, np.repeat(degrees, counts))) / total)
@@ -397,9 +395,7 @@ class Cost:
         """Sum the passes of one rank. total: tokens of the whole piece."""
         heads, positions, near, far = choice.heads, degree / choice.heads, self.near, self.far
         held = part.tokens / degree
-        outside: Numbers = far.bytes_per_second
-        if self.shares_uplinks:
-            outside = np.minimum(outside, self.uplink_bytes_per_second / reach.flows)
+        outside = np.minimum(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)
         ring = self.ring_bytes / np.where(reach.ring_near, near.bytes_per_second, outside)
         repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds copies of them
         latency = np.where(reach.ring_near, near.hop_seconds, far.hop_seconds)

@@ -204,8 +204,7 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
     if is_worth_search(request):
         _offer_searched(request, selection)
     if request.priced_stages > 1 and request.speeds is None:
-        is_staged = request.stages == request.priced_stages  # it keeps what it has computed
-        staged = request if is_staged else replace(request, stages=request.priced_stages)
+        staged = request if request.stages == request.priced_stages else replace(request, stages=request.priced_stages)
         for microbatches in plan_pipeline(staged, selection.seconds):
             selection.offer(microbatches)
         if selection.seconds == inf:  # no slots held all

@@ -155,10 +155,7 @@ class ScheduleSearch:
 def place(
     request: PlanRequest, degrees: NDArray[np.int64], seconds: NDArray[np.float64], way: Way, widest: NDArray[np.int64]
 ) -> Placed:
-    """Place rings by degree, then time, and backfill. Way `longest`: by time first; `skyline`: widen to `widest`.
-
-    seconds: time of each sequence at its degree, without launch.
-    """
+    """Place rings by degree, then `seconds`, and backfill. Way `longest`: by these first; `skyline`: up to `widest`."""
     lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
     is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # one that offloads on one rank is alone
     cut = np.flatnonzero(is_placed)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import add, attrgetter
+from operator import attrgetter
 
 from lengthwise.core.held import held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
@@ -63,7 +63,6 @@ class Annealing:
         self.launch = [request.cost.fixed_seconds / speed for speed in self.speeds]
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
         self._at_speed = cache(request.cost.at_speed)
-        self._shares = request.packs_beside_rings
         self._known: dict[tuple[int, tuple[int, ...]], tuple[list[float], int, int]] = {}
         self._placed: dict[tuple[tuple[int, tuple[int, ...]], ...], Placement] = {}
         self._fits: dict[tuple[int, tuple[int, ...]], bool] = {}
@@ -142,18 +141,15 @@ class Annealing:
         key = tuple(state)
         if key in self._placed:
             return self._placed[key]
-        free, launch, makespan, compared = [0.0] * self.ranks, self.launch, 0.0, 0.0
+        free = [0.0] * self.ranks
         beside = [(0, -1)] * self.ranks  # tokens that fit beside the ring that a rank ran last, and its number
         pieces: list[tuple[int, int, tuple[int, ...], int]] = []
         for number, piece in enumerate(state):
             took, tokens, room = self._known.get(piece) or self._price(piece)
             degree, sequences = piece
             if degree == 1:
-                if self._shares:
-                    rows = zip(free, took, launch, beside, strict=True)
-                    ends = [at + seconds - launch * (tokens <= room) for at, seconds, launch, (room, _) in rows]
-                else:
-                    ends = list(map(add, free, took))
+                rows = zip(free, took, self.launch, beside, strict=True)
+                ends = [at + seconds - launch * (tokens <= room) for at, seconds, launch, (room, _) in rows]
                 end = min(ends)
                 first = ends.index(end)
                 room, ring = beside[first]
@@ -169,12 +165,13 @@ class Annealing:
                 free[first : first + degree] = [end] * degree
                 beside[first : first + degree] = [(room, number)] * degree
             pieces.append((first, degree, sequences, beside[first][1]))
-            makespan = max(free)
-            compared = makespan + sum(free) / self.ranks
-            if compared > allowed * (1 + NEARLY):  # later pieces only add to it
-                return Placement(pieces=pieces, makespan_seconds=makespan, compared_seconds=compared)
-        self._placed[key] = Placement(pieces=pieces, makespan_seconds=makespan, compared_seconds=compared)
-        return self._placed[key]
+            if max(free) + sum(free) / self.ranks > allowed * (1 + NEARLY):  # later pieces only add to it
+                break
+        compared = max(free) + sum(free) / self.ranks
+        layout = Placement(pieces=pieces, makespan_seconds=max(free), compared_seconds=compared)
+        if len(pieces) == len(state):
+            self._placed[key] = layout
+        return layout
 
     def all_in_rings(self) -> State:
         """Pack all sequences, longest first, into rings over all ranks: the other extreme to start from."""
@@ -202,7 +199,9 @@ class Annealing:
             paced = {speed: self._at_speed(speed) for speed in set(slowest)}
             at = {speed: each.fixed_seconds + each.piece_seconds(lengths, degree) for speed, each in paced.items()}
             took = [at[speed] for speed in slowest]
-        room = self.capacity - self._most_held(degree, sequences) if degree > 1 and self._shares else 0
+        room = (
+            self.capacity - self._most_held(degree, sequences) if degree > 1 and self.request.packs_beside_rings else 0
+        )
         self._known[piece] = took, sum(lengths), room
         return self._known[piece]
 

@@ -119,12 +119,11 @@ def level_ends(
         ranks[rank].open(rooms.take(rank, after), beside=after)
     paces = [1.0] * len(free) if speeds is None else speeds
     heaps = _by_speed(free, paces)
-    lengths, times, first, is_one = short.lengths, short.seconds, heaps[0], len(heaps) == 1
     for index in left:
-        length, seconds = lengths[index], times[index]
-        load, rank = first[0]
-        if is_one and (not launch_seconds or length <= ranks[rank].widest_tokens):  # the usual case, quickly
-            heapq.heapreplace(first, (load + seconds / paces[rank], rank))
+        length, seconds = short.lengths[index], short.seconds[index]
+        load, rank = heaps[0][0]
+        if len(heaps) == 1 and (not launch_seconds or length <= ranks[rank].widest_tokens):  # the usual case, quickly
+            heapq.heapreplace(heaps[0], (load + seconds / paces[rank], rank))
         else:
             rank = _give(heaps, ranks, length, seconds, launch_seconds, paces)
         ranks[rank].put(length, index)

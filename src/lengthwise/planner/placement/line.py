@@ -216,7 +216,7 @@ def _sweep(
         if taken[first] or taken[first + degree - 1]:
             continue
         sequence, _, seconds = rings[number]
-        seconds += at_place(extra if number == 0 else extra_seconds(sequence, degree), first)
+        seconds += at_place(extra_seconds(sequence, degree), first)
         soonest_end = min(soonest_end, line.put(sequence, first, degree, seconds))
         taken[first : first + degree] = b"\1" * degree
         number += 1

@@ -133,7 +133,9 @@ def _seconds_at(
     for number, (microbatch, piece) in enumerate(placed):
         own = [speeds[rank] for rank in piece.ranks]
         if piece.shares is not None:
-            took[number] = _alone_seconds(piece, _choice(microbatch, piece, cost), lengths_of, cost, speeds=own)
+            lengths, choice = [tokens[i] for i in piece.sequences], _choice(microbatch, piece, cost)
+            where = {"ranks": piece.ranks, "shares": piece.shares, "speeds": own}
+            took[number] = cost.piece_seconds(lengths, piece.degree, choice, **where)
         else:
             alike.setdefault(min(own), []).append(number)
     for speed, numbers in alike.items():
@@ -177,24 +179,15 @@ def written_seconds(
         if piece.shares is None and piece.degree % choice.heads == cost.heads % choice.heads == 0:
             alike.setdefault((choice.recompute, piece.degree > choice.heads), []).append(number)
         else:
-            took[number] = _alone_seconds(piece, choice, tokens, cost)
+            own, where = tokens[list(piece.sequences)], {"ranks": piece.ranks, "shares": piece.shares}
+            took[number] = cost.piece_seconds(own, piece.degree, choice, **where)
     for (recompute, _), numbers in alike.items():
         some, choices = zip(*(pieces[number] for number in numbers), strict=True)
         heads, offload = (np.array([getattr(each, name) for each in choices]) for name in ("heads", "offload"))
-        choice, counts = (
-            Choice(heads=heads, offload=offload, recompute=recompute),
-            [len(each.sequences) for each in some],
-        )
-        lengths = tokens[[i for piece in some for i in piece.sequences]]
-        took[numbers] = cost.pieces_seconds(lengths, counts, [piece.ranks for piece in some], choice)
+        lengths, ranks = [tokens[list(piece.sequences)] for piece in some], [piece.ranks for piece in some]
+        choice = Choice(heads=heads, offload=offload, recompute=recompute)
+        took[numbers] = cost.pieces_seconds(lengths, ranks, choice)
     return took
-
-
-def _alone_seconds(
-    piece: Piece, choice: Choice, tokens: NDArray[np.int64], cost: Cost, *, speeds: Sequence[float] | None = None
-) -> float:
-    lengths, where = tokens[list(piece.sequences)].tolist(), {"ranks": piece.ranks, "shares": piece.shares}
-    return cost.piece_seconds(lengths, piece.degree, choice, **where, speeds=speeds)
 
 
 def _reads_choices(cost: Cost) -> bool:

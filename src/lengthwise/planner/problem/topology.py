@@ -70,8 +70,6 @@ class Extras:
 
     def at(self, first: int) -> float:
         """Return the seconds that one place adds."""
-        if "_all" in vars(self):
-            return float(self.seconds[first])
         return float(self._find(slice(first, first + 1))[0][0])
 
 
