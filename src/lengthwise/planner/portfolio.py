@@ -132,12 +132,9 @@ def _ring_key(piece: Piece, microbatch: Microbatch, plan: Plan, cost: Cost) -> o
 
 def _ways_to_split(piece: Piece, microbatch: Microbatch, cost: Cost, asked: str | int) -> list[tuple[Piece, Choice]]:
     tried = range(1, min(cost.heads, piece.degree) + 1) if asked == "auto" else (int(asked),)
-    choices = (Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute) for heads in tried)
-    return [
-        (_split(piece, each.heads), each)
-        for each in choices
-        if cost.heads % each.heads == piece.degree % each.heads == 0
-    ]
+    fitting = (heads for heads in tried if cost.heads % heads == piece.degree % heads == 0)
+    choices = (Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute) for heads in fitting)
+    return [(_split(piece, choice.heads), choice) for choice in choices]
 
 
 def _split(piece: Piece, heads: int) -> Piece:
