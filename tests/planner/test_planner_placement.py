@@ -94,10 +94,10 @@ def test_tries_are_counted_from_the_bound(monkeypatch) -> None:
     share, placed = 0.1, 0
     place = Annealing.place
 
-    def counted(self, state):
+    def counted(self, state, *allowed):
         nonlocal placed
         placed += len(state)
-        return place(self, state)
+        return place(self, state, *allowed)
 
     monkeypatch.setattr(Annealing, "place", counted)
     plan = plan_step(TOKENS, FEW, TINY, PlanOptions(layers=4, heads="auto", planning_share=share))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ class _Part(NamedTuple):
     attention: Numbers
     diagonal: Numbers
     linear: Numbers
-    sequences: int = 1
+    sequences: Numbers = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,6 +215,27 @@ class Cost:
         part = _Part(own, attention / speed, diagonal / speed, linear, len(tokens))
         return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
 
+    def pieces_seconds(self, lengths: Sequence[Whole], ranks: Sequence[tuple[int, ...]], choice: Choice) -> Floats:
+        """Return `piece_seconds` of pieces of `lengths[i]` over `ranks[i]`: all have several ring positions, or none.
+
+        choice: settings as arrays; heads divide the degrees and the model's heads.
+        """
+        placed, counts = list(zip(ranks, choice.heads.tolist(), strict=True)), list(map(len, lengths))
+        reaches = {key: self.reach(len(key[0]), key[1], key[0]) for key in set(placed)}
+        reach, degrees = Reach(*np.array([reaches[key] for key in placed]).T), np.array(list(map(len, ranks)))
+        stops = list(accumulate(counts, initial=0))
+
+        def sums(values: Floats) -> Floats:  # added as `piece_seconds` does, to the last digit
+            return values if len(values) == len(ranks) else np.array([values[a:b].sum() for a, b in pairwise(stops)])
+
+        tokens = np.concatenate(lengths).astype(np.float64)
+        total = work = sums(tokens)
+        if self.trees:
+            work = total * (sums(self.linear_tokens(tokens, np.repeat(degrees, counts))) / total)
+        attention, diagonal = map(sums, self._attention(tokens, np.repeat(degrees / choice.heads, counts)))
+        part = _Part(total, attention, diagonal, self._linear(total, degrees, work), np.array(counts))
+        return self._seconds(part, total, degrees, choice, reach)
+
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
         """Return `piece_seconds` of pieces of `lengths[i]` over `degrees[i]` ranks, in as few nodes as possible."""
         tokens = lengths.astype(np.float64)
@@ -286,6 +308,8 @@ class Cost:
 
         far_rounds: number of a sweep's degree - 1 rounds between nodes; in each, one message leaves a node.
         """
+        if not (self.sweep_messages or self.sweep_bytes):
+            return 0.0
         outside = min(self.far.bytes_per_second, self.uplink_bytes_per_second)
         links = (self.near.hop_seconds, self.near.bytes_per_second), (self.far.hop_seconds, outside)
         near, far = (self.sweep_messages * hop + sequences * self.sweep_bytes / rate for hop, rate in links)
@@ -383,7 +407,7 @@ class Cost:
             linear=part.linear,
             transfers=ring * repeated * (total * positions - total),
             exchange=self.exchange_bytes * held * (heads - 1) / heads / links,
-            copy=self.copy_seconds(held, choice) if np.any(choice.offload) else None,
+            copy=None if choice is AS_CUT or not np.any(choice.offload) else self.copy_seconds(held, choice),
             states=self.sweep_seconds(degree, reach.far_rounds, part.sequences),
             latency=latency,
             positions=positions,

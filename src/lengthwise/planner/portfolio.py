@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
+import numpy as np
+
 from lengthwise.core.held import held_by_rank
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
@@ -33,7 +35,7 @@ from lengthwise.planner.problem.effort import (
     WAVE_SECONDS,
 )
 from lengthwise.planner.problem.request import PlanRequest
-from lengthwise.planner.problem.score import score
+from lengthwise.planner.problem.score import score, written_seconds
 from lengthwise.planner.problem.step_lengths import NEARLY
 from lengthwise.planner.registry import PLANNERS, check_registered, find_planner
 from lengthwise.planner.schedules.pipeline import is_worth_search, pipeline_schedule, plan_pipeline
@@ -103,45 +105,44 @@ def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
 
 def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
     """Return the plan with the fastest split of heads for each ring, or in groups of `asked` where possible."""
-    known: dict[object, int] = {}
+    placed = [(piece, microbatch) for microbatch in plan.microbatches for piece in microbatch.pieces]
+    keys = [_ring_key(*each, plan, cost) for each in placed]
+    rings = dict(zip(reversed(keys), reversed(placed), strict=True))  # of equal ones, the first
+    ways = {key: _ways_to_split(*ring, cost, asked) for key, ring in rings.items() if key is not None}
+    every = [way for of_ring in ways.values() for way in of_ring]
+    seconds = iter(written_seconds(every, np.array(plan.tokens, dtype=np.int64), cost).tolist())
+    fastest = {key: min(of_ring, key=lambda _: next(seconds))[1].heads for key, of_ring in ways.items() if of_ring}
+    heads = (fastest.get(key, 1) for key in keys)
     microbatches = tuple(
-        replace(
-            microbatch,
-            pieces=tuple(_quickest(plan, microbatch, each, cost, asked, known) for each in microbatch.pieces),
-        )
+        replace(microbatch, pieces=tuple(_split(piece, next(heads)) for piece in microbatch.pieces))
         for microbatch in plan.microbatches
     )
-    if all(piece.heads == 1 for microbatch in microbatches for piece in microbatch.pieces):
-        return plan
-    requires = plan.requires if "heads" in plan.requires else (*plan.requires, "heads")
-    return replace(plan, microbatches=microbatches, requires=requires)
+    return replace(plan, microbatches=microbatches)
 
 
-def _quickest(
-    plan: Plan, microbatch: Microbatch, piece: Piece, cost: Cost, asked: str | int, known: dict[object, int]
-) -> Piece:
-    """Return a piece with its fastest split. known: the split of each ring, by all that its seconds depend on."""
+def _ring_key(piece: Piece, microbatch: Microbatch, plan: Plan, cost: Cost) -> object | None:
+    """Return all that the seconds of a ring depend on, or None for pieces that split no heads."""
     if piece.degree == 1 or piece.shares is not None:
-        return piece
-    lengths, first = [plan.tokens[i] for i in piece.sequences], min(piece.ranks)
+        return None
+    first = min(piece.ranks)
     is_interval = piece.ranks == ring_order(first, piece.degree)
-
-    def ranks_of(heads: int) -> tuple[int, ...]:
-        return ring_order(first, piece.degree, heads) if is_interval else piece.ranks
-
     where = (first % cost.ranks_per_node, piece.degree) if is_interval else piece.ranks
-    key = (*lengths, where, microbatch.offload, microbatch.recompute)
-    if key not in known:
-        known[key], least = 1, inf
-        for heads in range(1, min(cost.heads, piece.degree) + 1) if asked == "auto" else (int(asked),):
-            if cost.heads % heads or piece.degree % heads:
-                continue
-            choice = Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute)
-            seconds = cost.piece_seconds(lengths, piece.degree, choice, ranks=ranks_of(heads))
-            if seconds < least:
-                known[key], least = heads, seconds
-    heads = known[key]
-    return piece if heads == 1 else replace(piece, heads=heads, ranks=ranks_of(heads))
+    return (*(plan.tokens[i] for i in piece.sequences), where, microbatch.offload, microbatch.recompute)
+
+
+def _ways_to_split(piece: Piece, microbatch: Microbatch, cost: Cost, asked: str | int) -> list[tuple[Piece, Choice]]:
+    tried = range(1, min(cost.heads, piece.degree) + 1) if asked == "auto" else (int(asked),)
+    fitting = (heads for heads in tried if cost.heads % heads == piece.degree % heads == 0)
+    choices = (Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute) for heads in fitting)
+    return [(_split(piece, choice.heads), choice) for choice in choices]
+
+
+def _split(piece: Piece, heads: int) -> Piece:
+    if heads == 1:
+        return piece
+    first = min(piece.ranks)
+    is_interval = piece.ranks == ring_order(first, piece.degree)
+    return replace(piece, heads=heads, ranks=ring_order(first, piece.degree, heads) if is_interval else piece.ranks)
 
 
 def choose_plan(request: PlanRequest, cost: Cost, options: PlanOptions) -> Selection:
@@ -200,7 +201,7 @@ def _offer_all(request: PlanRequest, selection: Selection) -> None:
     if is_worth_search(request):
         _offer_searched(request, selection)
     if request.priced_stages > 1 and request.speeds is None:
-        staged = replace(request, stages=request.priced_stages)
+        staged = request if request.stages == request.priced_stages else replace(request, stages=request.priced_stages)
         for microbatches in plan_pipeline(staged, selection.seconds):
             selection.offer(microbatches)
         if selection.seconds == inf:  # no slots held all

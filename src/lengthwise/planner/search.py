@@ -126,13 +126,14 @@ class ScheduleSearch:
         self._tried.add(degrees.tobytes())
         self._crowded = bool(np.count_nonzero(degrees > 1) >= _CROWDED * request.cluster.ranks)
         widest = table.most if request.useful_degrees is None else degrees
+        seconds = request.cost.ring_piece_seconds(request.lengths, degrees)
         ways = WAYS if degrees.max() > 1 else WAYS[:1]
         for way in reversed(ways) if self._crowded else ways:
             if self.over or (self._is_spent and self._waiting):
                 break
             if way == "longest" and self._reached <= GOOD_ENOUGH and request.speeds is None:
                 continue
-            placed = place(request, degrees, way, widest)
+            placed = place(request, degrees, seconds, way, widest)
             self._left -= len(placed.line.rings) * (1 + request.cluster.ranks // 1000)
             reached = placed.least_seconds
             if reached <= self.bound * (FAR if self._crowded else GOOD_ENOUGH):
@@ -151,10 +152,11 @@ class ScheduleSearch:
             self.best, self.best_seconds = schedule, schedule.makespan_seconds
 
 
-def place(request: PlanRequest, degrees: NDArray[np.int64], way: Way, widest: NDArray[np.int64]) -> Placed:
-    """Place rings by degree, then time, and backfill. Way `longest`: by time first; `skyline`: widen to `widest`."""
+def place(
+    request: PlanRequest, degrees: NDArray[np.int64], seconds: NDArray[np.float64], way: Way, widest: NDArray[np.int64]
+) -> Placed:
+    """Place rings by degree, then `seconds`, and backfill. Way `longest`: by these first; `skyline`: up to `widest`."""
     lengths, cost, ranks = request.lengths, request.cost, request.cluster.ranks
-    seconds = cost.ring_piece_seconds(lengths, degrees)
     is_placed = (degrees > 1) | (lengths > request.cluster.capacity_tokens)  # one that offloads on one rank is alone
     cut = np.flatnonzero(is_placed)
     keys = (degrees[cut], seconds[cut]) if way == "longest" else (seconds[cut], degrees[cut])

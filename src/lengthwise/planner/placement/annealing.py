@@ -63,8 +63,9 @@ class Annealing:
         self.launch = [request.cost.fixed_seconds / speed for speed in self.speeds]
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
         self._at_speed = cache(request.cost.at_speed)
-        self._seconds: dict[tuple[int, tuple[int, ...]], list[float]] = {}
-        self._held: dict[tuple[int, tuple[int, ...]], int] = {}
+        self._known: dict[tuple[int, tuple[int, ...]], tuple[list[float], int, int]] = {}
+        self._placed: dict[tuple[tuple[int, tuple[int, ...]], ...], Placement] = {}
+        self._fits: dict[tuple[int, tuple[int, ...]], bool] = {}
 
     def run(self, state: State) -> Placement:
         """Try changes; return the best placement seen."""
@@ -76,9 +77,9 @@ class Annealing:
             changed = self.change(state)
             if changed is None:
                 continue
-            layout = self.place(changed)
             warmth = _WARMTH * (1 - number / tries) ** 2
             allowed = current.compared_seconds * (1 - warmth * math.log(1 - self.choose.random()))
+            layout = self.place(changed, allowed)
             if layout.compared_seconds <= allowed:
                 state, current = changed, layout
                 if layout.makespan_seconds < best.makespan_seconds:
@@ -135,39 +136,42 @@ class Annealing:
         new[min(place, len(new)) : 0] = dealt
         return new
 
-    def place(self, state: State) -> Placement:
-        """Place the pieces of a state in order."""
+    def place(self, state: State, allowed: float = math.inf) -> Placement:
+        """Place the pieces of a state in order, as far as the line compares within `allowed`; tries often repeat."""
+        key = tuple(state)
+        if key in self._placed:
+            return self._placed[key]
         free = [0.0] * self.ranks
         beside = [(0, -1)] * self.ranks  # tokens that fit beside the ring that a rank ran last, and its number
         pieces: list[tuple[int, int, tuple[int, ...], int]] = []
-        for number, (degree, sequences) in enumerate(state):
-            took = self._piece_seconds(degree, sequences)
+        for number, piece in enumerate(state):
+            took, tokens, room = self._known.get(piece) or self._price(piece)
+            degree, sequences = piece
             if degree == 1:
-                tokens = sum(self.request.tokens[i] for i in sequences)
-                joins = [tokens <= beside[rank][0] for rank in range(self.ranks)]
-                rows = zip(free, took, self.launch, joins, strict=True)
-                ends = [at + seconds - launch * joined for at, seconds, launch, joined in rows]
+                rows = zip(free, took, self.launch, beside, strict=True)
+                ends = [at + seconds - launch * (tokens <= room) for at, seconds, launch, (room, _) in rows]
                 end = min(ends)
                 first = ends.index(end)
-                if joins[first]:
-                    pieces.append((first, 1, sequences, beside[first][1]))
-                    beside[first] = (beside[first][0] - tokens, beside[first][1])
-                    free[first] = end
-                    continue
+                room, ring = beside[first]
+                beside[first] = (room - tokens, ring) if tokens <= room else (0, number)
+                free[first] = end
             else:
                 ends = [max(free[first : first + degree]) + seconds for first, seconds in enumerate(took)]
                 end = min(ends)
-                first = max(
-                    (place for place, at in enumerate(ends) if at == end),
-                    key=lambda place: (sum(free[place : place + degree]), -place),
-                )
-            is_shared = degree > 1 and self.request.packs_beside_rings
-            room = self.capacity - self._most_held(degree, sequences) if is_shared else 0
-            for rank in range(first, first + degree):
-                free[rank], beside[rank] = end, (room, number)
-            pieces.append((first, degree, sequences, number))
-        makespan = max(free)
-        return Placement(pieces=pieces, makespan_seconds=makespan, compared_seconds=makespan + sum(free) / self.ranks)
+                first = ends.index(end)
+                if ends.count(end) > 1:
+                    places = (place for place, at in enumerate(ends) if at == end)
+                    first = max(places, key=lambda place: (sum(free[place : place + degree]), -place))
+                free[first : first + degree] = [end] * degree
+                beside[first : first + degree] = [(room, number)] * degree
+            pieces.append((first, degree, sequences, beside[first][1]))
+            if max(free) + sum(free) / self.ranks > allowed * (1 + NEARLY):  # later pieces only add to it
+                break
+        compared = max(free) + sum(free) / self.ranks
+        layout = Placement(pieces=pieces, makespan_seconds=max(free), compared_seconds=compared)
+        if len(pieces) == len(state):
+            self._placed[key] = layout
+        return layout
 
     def all_in_rings(self) -> State:
         """Pack all sequences, longest first, into rings over all ranks: the other extreme to start from."""
@@ -181,35 +185,37 @@ class Annealing:
                 state.append((self.ranks, (i,)))
         return state
 
-    def _piece_seconds(self, degree: int, sequences: tuple[int, ...]) -> list[float]:
-        key = degree, sequences
-        if key not in self._seconds:
-            lengths = [self.request.tokens[i] for i in sequences]
-            cost, topology = self.request.cost, self.request.topology
+    def _price(self, piece: tuple[int, tuple[int, ...]]) -> tuple[list[float], int, int]:
+        """Return a piece's seconds with launch at each first rank, its tokens, and those that fit beside it."""
+        degree, sequences = piece
+        lengths = [self.request.tokens[i] for i in sequences]
+        cost, topology, speeds = self.request.cost, self.request.topology, self.request.speeds
+        extra = topology.extra_seconds(lengths[0], degree) if speeds and len(lengths) == 1 else None
+        if speeds is None or extra is not None:
             alone = cost.fixed_seconds + cost.piece_seconds(lengths, degree)
-            extra = topology.extra_seconds(lengths[0], degree) if self.request.speeds and len(lengths) == 1 else None
-            if self.request.speeds is None:
-                self._seconds[key] = [alone] * (self.ranks - degree + 1)
-            elif extra is not None:
-                self._seconds[key] = (alone + extra.seconds).tolist()
-            else:
-                slowest = topology.places(degree).slowest.tolist()
-                paced = {speed: self._at_speed(speed) for speed in set(slowest)}
-                took = {at: each.fixed_seconds + each.piece_seconds(lengths, degree) for at, each in paced.items()}
-                self._seconds[key] = [took[speed] for speed in slowest]
-        return self._seconds[key]
+            took = [alone] * (self.ranks - degree + 1) if extra is None else (alone + extra.seconds).tolist()
+        else:
+            slowest = topology.places(degree).slowest.tolist()
+            paced = {speed: self._at_speed(speed) for speed in set(slowest)}
+            at = {speed: each.fixed_seconds + each.piece_seconds(lengths, degree) for speed, each in paced.items()}
+            took = [at[speed] for speed in slowest]
+        room = (
+            self.capacity - self._most_held(degree, sequences) if degree > 1 and self.request.packs_beside_rings else 0
+        )
+        self._known[piece] = took, sum(lengths), room
+        return self._known[piece]
 
     def _most_held(self, degree: int, sequences: tuple[int, ...]) -> int:
-        key = degree, sequences
-        if key not in self._held:
-            self._held[key] = int(held_tokens([self.request.tokens[i] for i in sequences], degree).max())
-        return self._held[key]
+        return int(held_tokens([self.request.tokens[i] for i in sequences], degree).max())
 
     def fits(self, degree: int, sequences: tuple[int, ...]) -> bool:
         """Return whether ranks hold a piece: its tokens in all, and on each position but for rounding."""
-        if sum(self.request.tokens[i] for i in sequences) > degree * self.capacity:
-            return False
-        return self._most_held(degree, sequences) <= self.capacity + rounding_tokens(len(sequences), degree)
+        key = degree, sequences
+        if key not in self._fits:
+            limit = self.capacity + rounding_tokens(len(sequences), degree)
+            fit_together = sum(self.request.tokens[i] for i in sequences) <= degree * self.capacity
+            self._fits[key] = fit_together and self._most_held(degree, sequences) <= limit
+        return self._fits[key]
 
 
 def _write(layout: Placement, request: PlanRequest) -> list[Microbatch]:

@@ -236,7 +236,9 @@ def earliest_interval(free: NDArray[np.float64], degree: int) -> tuple[int, floa
 
 def _quicker_end(extra: Extras | None, hole: Hole, degree: int) -> tuple[float, int]:
     """Return (seconds added, first rank) at the faster end of a hole; ties: the lower end."""
-    return min((at_place(extra, first), first) for first in (hole.first, hole.end - degree))
+    if extra is None:
+        return 0.0, hole.first
+    return min((float(extra.seconds[first]), first) for first in (hole.first, hole.end - degree))
 
 
 def _starts_and_idle(free: NDArray[np.float64], degree: int) -> tuple[NDArray[np.float64], NDArray[np.float64]]:

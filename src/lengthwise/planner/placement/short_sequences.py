@@ -35,7 +35,10 @@ class ShortSequences:
         taken: list[int] = []
         place = len(lengths)
         while place:
-            place = bisect_right(most, seconds, 0, bisect_right(lengths, tokens, 0, place))
+            if lengths[place - 1] > tokens:
+                place = bisect_right(lengths, tokens, 0, place - 1)
+            if place and most[place - 1] > seconds:
+                place = bisect_right(most, seconds, 0, place - 1)
             while alive[place] != place:
                 alive[place] = place = alive[alive[place]]
             if place:

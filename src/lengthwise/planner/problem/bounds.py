@@ -93,7 +93,7 @@ def least_makespan(
     shared = cost.fixed_seconds / capacity
     num_tokens = sum(tokens.tolist())  # Python's whole numbers do not overflow
 
-    spent, best = (cost, cost) if topology.speeds is None else (topology.least_spent(), topology.best_places())
+    spent, best = (cost, cost) if topology.speeds is None else (topology.least_spent, topology.best_places)
 
     launches = 0.0 if lone_rings else shared * max(0, num_tokens / stretch - ranks * len(tokens))  # of all ranks
 

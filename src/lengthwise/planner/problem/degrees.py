@@ -6,7 +6,7 @@ d t(d) is taken. 64 log2(N) entries per row.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -60,20 +60,22 @@ class DegreeTable:
         self._cost, self._lengths, self._least, self.most = cost, lengths, least, most
         self._only, self._launch_tokens = only, launch_tokens
         self._falls = cost.chooses_by_degree
-        self._at_least = self.seconds_at(lengths, least)
         self._quickest = np.zeros(len(lengths), dtype=np.int64)  # 0: not computed yet
         self._made = np.inf  # the smallest limit for which rows were made
-        self._make_rows(np.zeros(0, dtype=np.int64))
+
+    @cached_property
+    def _at_least(self) -> NDArray[np.float64]:
+        return self.seconds_at(self._lengths, self._least)
 
     def within(self, seconds: float) -> Whole:
         """Return each sequence's cheapest degree that ends within `seconds`, or most + 1 if there is none."""
         limit = seconds * (1 + ROUNDING)  # in favour of the smaller degree
-        slow = self._at_least > limit
-        if limit < self._made:
-            self._made = limit
-            self._make_rows(np.flatnonzero(slow))
-        degrees = self._least.copy()
-        degrees[self._rows] = np.where(slow[self._rows], self._refined(limit), self._least[self._rows])
+        slow, degrees = self._at_least > limit, self._least.copy()
+        if np.any(slow):
+            if limit < self._made:
+                self._made = limit
+                self._make_rows(np.flatnonzero(slow))
+            degrees[self._rows] = np.where(slow[self._rows], self._refined(limit), self._least[self._rows])
         return np.where(self._least <= self.most, degrees, self.most + 1)
 
     def cheapest(self) -> Whole:
@@ -136,10 +138,10 @@ class DegreeTable:
         high = self._degrees[rows, column]
         before = np.maximum(column - 1, 0)
         low = np.where(self._seconds[rows, before] > limit, self._degrees[rows, before], high)  # too slow
-        while self._only is None and np.any(open_ := found & (high - low > 1)):
-            middle = np.where(open_, (low + high) // 2, high)
-            ends = self.seconds_at(lengths, middle) <= limit
-            high, low = np.where(open_ & ends, middle, high), np.where(open_ & ~ends, middle, low)
+        while self._only is None and len(some := np.flatnonzero(found & (high - low > 1))):
+            middle = (low[some] + high[some]) // 2
+            ends = self.seconds_at(lengths[some], middle) <= limit
+            high[some], low[some] = np.where(ends, middle, high[some]), np.where(ends, low[some], middle)
         return np.where(found, high, self.most[self._rows] + 1)
 
 

@@ -133,8 +133,9 @@ def _seconds_at(
     for number, (microbatch, piece) in enumerate(placed):
         own = [speeds[rank] for rank in piece.ranks]
         if piece.shares is not None:
-            lengths = [tokens[i] for i in piece.sequences]
-            took[number] = _written_seconds(lengths, microbatch, piece, cost, speeds=own)
+            lengths, choice = [tokens[i] for i in piece.sequences], _choice(microbatch, piece, cost)
+            where = {"ranks": piece.ranks, "shares": piece.shares, "speeds": own}
+            took[number] = cost.piece_seconds(lengths, piece.degree, choice, **where)
         else:
             alike.setdefault(min(own), []).append(number)
     for speed, numbers in alike.items():
@@ -159,19 +160,34 @@ def _pieces_seconds(placed: Sequence[tuple[Microbatch, Piece]], tokens: NDArray[
         took[packed] = np.add.reduceat(cost.compute_seconds(inside), starts[counts > 0])[packed[counts > 0]]
     lone = is_ring & (counts == 1) & (not as_written)
     took[lone] = cost.ring_piece_seconds(inside[starts[lone]], degrees[lone])
-    known: dict[object, float] = {}  # batches of one length have thousands of equal rings
-    for number in np.flatnonzero(~packed & ~lone & (counts > 0)).tolist():
-        microbatch, piece = placed[number]
-        lengths = tokens[list(piece.sequences)].tolist()
-        if not as_written:
-            took[number] = cost.piece_seconds(lengths, piece.degree)
-            continue
-        reach = cost.reach(piece.degree, piece.heads, piece.ranks)
-        key = (*lengths, reach, piece.degree, piece.heads, piece.shares, microbatch.offload, microbatch.recompute)
-        if key not in known:
-            known[key] = _written_seconds(lengths, microbatch, piece, cost)
-        took[number] = known[key]
+    rest = np.flatnonzero(~packed & ~lone & (counts > 0)).tolist()
+    if as_written:
+        took[rest] = written_seconds([(placed[n][1], _choice(*placed[n], cost)) for n in rest], tokens, cost)
+    else:
+        pieces = (placed[number][1] for number in rest)
+        took[rest] = [cost.piece_seconds(tokens[list(piece.sequences)], piece.degree) for piece in pieces]
     return took.tolist()
+
+
+def written_seconds(
+    pieces: Sequence[tuple[Piece, Choice]], tokens: NDArray[np.int64], cost: Cost
+) -> NDArray[np.float64]:
+    """Price pieces as a plan states them, all without shares at once. tokens: all lengths of the step."""
+    took = np.zeros(len(pieces))
+    alike: dict[tuple[str, bool], list[int]] = {}
+    for number, (piece, choice) in enumerate(pieces):
+        if piece.shares is None and piece.degree % choice.heads == cost.heads % choice.heads == 0:
+            alike.setdefault((choice.recompute, piece.degree > choice.heads), []).append(number)
+        else:
+            own, where = tokens[list(piece.sequences)], {"ranks": piece.ranks, "shares": piece.shares}
+            took[number] = cost.piece_seconds(own, piece.degree, choice, **where)
+    for (recompute, _), numbers in alike.items():
+        some, choices = zip(*(pieces[number] for number in numbers), strict=True)
+        heads, offload = (np.array([getattr(each, name) for each in choices]) for name in ("heads", "offload"))
+        lengths, ranks = [tokens[list(piece.sequences)] for piece in some], [piece.ranks for piece in some]
+        choice = Choice(heads=heads, offload=offload, recompute=recompute)
+        took[numbers] = cost.pieces_seconds(lengths, ranks, choice)
+    return took
 
 
 def _reads_choices(cost: Cost) -> bool:
@@ -184,11 +200,8 @@ def _recompute(microbatch: Microbatch, cost: Cost) -> str:
     return cost.choices.recompute if microbatch.recompute == "none" else microbatch.recompute
 
 
-def _written_seconds(
-    lengths: list[int], microbatch: Microbatch, piece: Piece, cost: Cost, *, speeds: Sequence[float] | None = None
-) -> float:
-    choice = Choice(heads=piece.heads, offload=microbatch.offload, recompute=_recompute(microbatch, cost))
-    return cost.piece_seconds(lengths, piece.degree, choice, ranks=piece.ranks, shares=piece.shares, speeds=speeds)
+def _choice(microbatch: Microbatch, piece: Piece, cost: Cost) -> Choice:
+    return Choice(heads=piece.heads, offload=microbatch.offload, recompute=_recompute(microbatch, cost))
 
 
 def _priced_stages(plan: Plan, cost: Cost) -> int:

@@ -149,9 +149,9 @@ class Topology:
             return
         lengths, degrees = lengths[some], degrees[some]
         seconds = [[each.ring_piece_seconds(lengths, degrees) for each in row] for row in self._grid_costs]
-        promised = self._costs[0].ring_piece_seconds(lengths, degrees).tolist()
+        promised = seconds[0][0] if self.speeds is None else self._costs[0].ring_piece_seconds(lengths, degrees)
         keys = zip(lengths.tolist(), degrees.tolist(), strict=True)
-        values = zip(promised, np.moveaxis(np.array(seconds), 2, 0), strict=True)
+        values = zip(promised.tolist(), np.moveaxis(np.array(seconds), 2, 0), strict=True)
         self._known.update(zip(keys, values, strict=True))
 
     def extra_seconds(self, length: int, degree: int) -> Extras | None:
@@ -218,16 +218,18 @@ class Topology:
             return held_at_most(length, degree)
         return math.ceil(length * max(shares) / sum(shares)) + _ROUNDED
 
+    @cached_property
     def best_places(self) -> CostAtSpeed:
-        """Return costs of rings at their fastest place, for bounds: no place and no shares make them faster."""
+        """Costs of rings at their fastest place, for bounds: no place and no shares make them faster."""
 
         def speed_and_weight(filled: float, degree: int) -> tuple[float, float]:
             return float(self._all_speeds(filled * degree * self._capacity, degree).max()), 1.0
 
         return CostAtSpeed(self._costs[0], speed_and_weight, self._capacity)
 
+    @cached_property
     def least_spent(self) -> CostAtSpeed:
-        """Return the rank-seconds, in seconds of a rank of speed 1, that rings of this degree or more take.
+        """The rank-seconds, in seconds of a rank of speed 1, that rings of this degree or more take.
 
         If a ring is slower than its ranks' mean, fast ranks wait: at least by the least share of any place.
         """

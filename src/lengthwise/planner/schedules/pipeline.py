@@ -113,8 +113,9 @@ class _Slots:
         self._forward = request.cost.forward_share("none")
         found = np.unique(request.lengths, return_inverse=True, return_index=True, return_counts=True)
         self._lengths, places, self._inverse, self._counts = found
-        self._least = request.least_degrees[places]
-        self._grown = request.growth(self._lengths, self._least).grown
+        least = request.least_degrees[places]
+        self._work = float(self._counts @ (least * request.cost.ring_piece_seconds(self._lengths, least)))
+        self._grown = request.growth(self._lengths, least).grown
         self._descending = np.lexsort((np.arange(len(request.tokens)), -request.lengths))
         self.fewest = -(-sum(request.tokens) // request.cluster.longest_tokens)
         self._known: dict[float, tuple[Whole, Floats, float]] = {}
@@ -165,8 +166,7 @@ class _Slots:
         """Return degree and seconds of each length so that none exceeds a full slot, and the total work."""
         if full_slots not in self._known:
             cost = self._request.cost
-            work = float(self._counts @ (self._least * cost.ring_piece_seconds(self._lengths, self._least)))
-            degrees = self._grown(work / (self._request.cluster.ranks * full_slots) + cost.fixed_seconds)
+            degrees = self._grown(self._work / (self._request.cluster.ranks * full_slots) + cost.fixed_seconds)
             seconds = cost.ring_piece_seconds(self._lengths, degrees)
             self._known[full_slots] = degrees, seconds, float(self._counts @ (degrees * seconds))
         return self._known[full_slots]

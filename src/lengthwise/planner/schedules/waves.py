@@ -60,11 +60,12 @@ class Wave:
 def plan_waves(request: PlanRequest) -> list[Microbatch]:
     """Plan one step in lock-step."""
     builder = _Builder.of(request)
+    enough = request.in_waves(request.shared_bound_seconds) * FAR
     best: list[Wave] = []
     for patience, beginning in _ways(builder):
         waves = _waves(builder, patience, beginning, _total(best) if best else inf)
         best = waves or best
-        if _total(best) <= request.in_waves(request.shared_bound_seconds) * FAR:
+        if _total(best) <= enough:
             break
     return [Microbatch(pieces=tuple(wave.written())) for wave in best]
 
