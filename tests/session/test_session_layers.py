@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from loops import both_loops, in_double, in_ranks
+from loops import SGD, both_loops, in_double, in_ranks
 from testing.small import VOCAB, loss_tokens, plain_losses, small_model, steps_of
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
@@ -17,7 +17,6 @@ from lengthwise.session import Session
 from models.test_models_fused_layers import PlainKernels
 from tiers import more
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 ROWS = steps_of()[0]
 
 

@@ -1,12 +1,11 @@
 """How many logits a step of a session makes at once, and what memory holds where a loss asks for all of them."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import LargestTensor, in_ranks
+from loops import SGD, LargestTensor, in_ranks
 from testing.small import rows_of, small_model
 from transformers import LlamaForCausalLM
 
@@ -16,7 +15,6 @@ from lengthwise.core.held import fullest_tokens
 from lengthwise.session import capacity as room
 from lengthwise.session import engine
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 WORDS = 4096
 ROWS = rows_of([150, 40, 3], 5)  # 202 tokens with the one that it adds
 STEPS = {

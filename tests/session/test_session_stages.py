@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from loops import in_ranks
+from loops import SGD, in_ranks
 from testing.small import small_model
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
@@ -17,7 +17,6 @@ from lengthwise.core.errors import LengthwiseError, ModelRefused
 from lengthwise.cost import analytic_cost, named_hardware, named_shape
 from lengthwise.session.stages import cut_stages
 
-SGD = partial(torch.optim.SGD, lr=0.1)
 LAYERS = {"num_hidden_layers": 4}
 
 
