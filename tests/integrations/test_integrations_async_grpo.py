@@ -45,10 +45,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("case", "ranks"),
-    [
-        ("over the ranks", 2),
-        *[more(case, ranks) for case, ranks in zip(CASES, (3, 3, 1, 2, 3), strict=True)],
-    ],
+    [("over the ranks", 2), *[more(case, ranks) for case, ranks in zip(CASES, (3, 3, 1, 2, 3), strict=True)]],
 )
 def test_async_grpo_is_trls(case, ranks, tmp_path, saved):
     def work(ranks, kind, _rank):

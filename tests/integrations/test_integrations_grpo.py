@@ -10,27 +10,9 @@ import torch
 
 pytest.importorskip("trl")  # an extra
 
-from grpo_runs import (
-    Colocated,
-    Plain,
-    PlainRLOO,
-    Planned,
-    PlannedRLOO,
-    Sampled,
-    compared,
-    trained,
-    with_tools,
-)
+from grpo_runs import Colocated, Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, compared, trained, with_tools
 from peft import LoraConfig
-from preferences import (
-    family_model,
-    gemma_model,
-    gemma_processor,
-    image_model,
-    image_processor,
-    model,
-    pictures,
-)
+from preferences import family_model, gemma_model, gemma_processor, image_model, image_processor, model, pictures
 from trainers import difference, in_trainers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 

@@ -37,10 +37,7 @@ PAIRS = Piece(ranks=(2, 3, 0, 1), sequences=(1, 0, 5), heads=2), Piece(ranks=(0,
 SPLIT = make_plan(
     4,
     LENGTHS,
-    [
-        [PAIRS[0], Piece(ranks=(1,), sequences=(2, 6))],
-        [Piece(ranks=(3, 2, 1, 0), sequences=(4, 7), heads=4), PAIRS[1]],
-    ],
+    [[PAIRS[0], Piece(ranks=(1,), sequences=(2, 6))], [Piece(ranks=(3, 2, 1, 0), sequences=(4, 7), heads=4), PAIRS[1]]],
     layers=2,
 )
 SPLIT = recomputing(SPLIT, "all_but_attention", "layer")

@@ -25,13 +25,7 @@ from transformers.models.llama import modeling_llama
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.plan import Piece
 from lengthwise.models import fused_layers
-from lengthwise.models.fused_layers import (
-    FUSED_FAMILIES,
-    FusedNeeds,
-    choose_forwards,
-    choose_fused,
-    fused_forwards,
-)
+from lengthwise.models.fused_layers import FUSED_FAMILIES, FusedNeeds, choose_forwards, choose_fused, fused_forwards
 from tiers import some
 
 CPU = torch.device("cpu")

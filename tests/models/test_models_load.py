@@ -7,12 +7,7 @@ import torch
 from safetensors import safe_open
 from testing import SIZES
 from testing.laid import whole_parameters
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    Qwen3MoeConfig,
-    modeling_utils,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, modeling_utils
 from transformers.integrations import hub_kernels
 
 from lengthwise.comm import SoloTransport

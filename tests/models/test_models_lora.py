@@ -32,10 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 FEW = LoraConfig(r=4, lora_alpha=6, target_modules=("q_proj", "v_proj"))
 # Families, and what is adapted; "tied": input and output embedding share their weight.
-CASES = {
-    "llama tied": LoraConfig(r=3, lora_alpha=5, use_rslora=True),
-    "mixtral": LoraConfig(),
-}
+CASES = {"llama tied": LoraConfig(r=3, lora_alpha=5, use_rslora=True), "mixtral": LoraConfig()}
 
 
 @pytest.fixture(scope="module")

@@ -11,16 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import (
-    MODEL_TYPES,
-    SIZES,
-    TOWER_PAIRS,
-    build_pair,
-    make_batch,
-    make_plan,
-    run_step,
-    tiny_tower_config,
-)
+from testing import MODEL_TYPES, SIZES, TOWER_PAIRS, build_pair, make_batch, make_plan, run_step, tiny_tower_config
 from testing.tiny import VOCAB
 from transformers import LlamaConfig, Qwen3MoeConfig
 from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
@@ -28,14 +19,7 @@ from transformers.models.auto import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.core.trained import WITH_TOWERS
-from lengthwise.models import (
-    FAMILIES,
-    ROUTER_FAMILIES,
-    RouterBalance,
-    check_model_config,
-    count_choices,
-    keep_double,
-)
+from lengthwise.models import FAMILIES, ROUTER_FAMILIES, RouterBalance, check_model_config, count_choices, keep_double
 from lengthwise.run.verify import gradient_differences
 from tiers import some
 

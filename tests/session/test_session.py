@@ -15,10 +15,7 @@ from testing.saved import whole_state
 from testing.small import loss_tokens, plain_loop, plain_losses, rows_of, small_model, steps_of
 
 from lengthwise import Session
-from lengthwise.core.errors import (
-    LengthwiseError,
-    MemoryShortage,
-)
+from lengthwise.core.errors import LengthwiseError, MemoryShortage
 from lengthwise.models import keep_double
 from lengthwise.session import capacity as room
 from lengthwise.session.model import can_share_prefixes
