@@ -16,10 +16,10 @@ from peft import LoraConfig
 from preferences import chats, pairs, tokenizer
 from preferences import model as trl_model
 from test_integrations_trl import SETTINGS
-from transformers import LlamaForCausalLM
 from trl import DPOConfig, SFTConfig
 
 from lengthwise.cost import plain_cost
+from lengthwise.integrations.trainer_loss import is_next_tokens, is_of_labels
 from lengthwise.integrations.transformers import Trainer
 from lengthwise.integrations.trl import DPOTrainer, SFTTrainer
 from lengthwise.session import engine
@@ -61,11 +61,29 @@ def test_a_step_of_a_trainer_makes_all_logits_where_its_loss_needs_them(case, tm
     trainer.session.close()
 
 
+CHANGES = {
+    "none": lambda _: None,
+    "forward": lambda trainer: setattr(trainer.model, "forward", lambda **_: None),
+    "hook": lambda trainer: trainer.model.register_forward_hook(lambda *_: None),
+    "loss_function": lambda trainer: setattr(trainer.model, "loss_function", lambda **_: None),
+    "compute_loss": lambda trainer: setattr(trainer, "compute_loss", lambda *_, **__: 0),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_model_with_a_forward_or_loss_of_its_own_keeps_it(change):
+    trainer = object.__new__(Trainer)
+    trainer.model, trainer.compute_loss_func, trainer.label_smoother = small_model(), None, None
+    CHANGES[change](trainer)
+    assert is_next_tokens(trainer) == (change == "none")
+    assert is_of_labels(trainer.model) == (change in ("none", "compute_loss"))
+
+
 def own_loss(outputs, labels, num_items_in_batch):
     return (outputs.logits[:, :-1].sum() - labels.sum()) / num_items_in_batch
 
 
-@pytest.mark.parametrize("case", ["trainer", "own loss", "own forward", "own loss of the model", "dpo"])
+@pytest.mark.parametrize("case", ["trainer", "own loss", "dpo"])
 def test_rows_share_prompts_unless_a_forward_or_loss_of_the_user_may_count_them(case, tmp_path):
     rows = [{"input_ids": [7] * 40 + [end], "labels": [-100] * 40 + [end]} for end in range(1, 5)]
     options = {"capacity_tokens": 512, "measurements": plain_cost(linear_seconds=1.0), "heads": "off"}
@@ -73,11 +91,6 @@ def test_rows_share_prompts_unless_a_forward_or_loss_of_the_user_may_count_them(
     args = arguments(tmp_path, max_steps=1, remove_unused_columns=False)
     if case == "own loss":
         options["compute_loss_func"] = own_loss
-    elif case == "own forward":
-        model.forward = lambda **inputs: LlamaForCausalLM.forward(model, **inputs)
-    elif case == "own loss of the model":
-        kept = model.loss_function
-        model.loss_function = lambda **given: kept(**given) * 2
     elif case == "dpo":
         kind, model = DPOTrainer, trl_model()
         rows = Dataset.from_list([{"prompt": "p" * 40, "chosen": "a", "rejected": each} for each in "bc"])

@@ -24,10 +24,10 @@ from preferences import (  # noqa: E402
     quantized_model,
     tokenizer,
 )
-from trainers import in_trainers, trained  # noqa: E402
+from trainers import in_trainers, trained, wrong_places  # noqa: E402
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer  # noqa: E402
 
-from lengthwise.core.errors import LengthwiseError, Problems  # noqa: E402
+from lengthwise.core.errors import LengthwiseError  # noqa: E402
 from lengthwise.integrations.batches import refuse_dropped  # noqa: E402
 from lengthwise.integrations.trl import DPOTrainer as PlannedDPOTrainer  # noqa: E402
 from lengthwise.integrations.trl import PreferenceCollator  # noqa: E402
@@ -186,17 +186,12 @@ def test_ranks_that_see_other_caches_compute_the_reference_together(tmp_path):
     assert one == other == [one[0]] * 3
 
 
-class NotRead:
-    """Rows that nobody may tokenize."""
-
-
 def test_what_trl_would_do_beside_a_plan_is_refused(tmp_path):
     args = arguments(SFTConfig, tmp_path, 1, activation_offloading=True)
     args.torch_compile = True
-    with pytest.raises(Problems) as raised:
-        PlannedSFTTrainer(model=model(), args=args, train_dataset=NotRead(), shard="zero4", planner="foo")
-    said = {each.where for each in raised.value.problems}
-    assert said == {"activation_offloading", "torch_compile", "shard", "planner"}
+    given = {"args": args, "train_dataset": object(), "shard": "zero4", "planner": "foo"}  # nobody reads the rows
+    wrong = wrong_places(partial(PlannedSFTTrainer, model=model(), **given))
+    assert wrong == {"activation_offloading", "torch_compile", "shard", "planner"}
 
 
 @pytest.mark.parametrize(

@@ -46,27 +46,17 @@ SPLIT = recomputing(SPLIT, "all_but_attention", "layer")
 CASES = {**{name: (name, {}) for name in FAMILIES if name in MODEL_TYPES}, **VARIANTS}
 
 
-@pytest.mark.parametrize("case", [name if name in BY_DEFAULT else more(name) for name in CASES])
+@pytest.mark.parametrize("case", [name if name in BY_DEFAULT else more(name) for name in (*CASES, *TOWER_PAIRS)])
 def test_listed_family_equals_plain_hugging_face(case):
-    model_type, changes = CASES[case]
-    config = tiny_family_config(model_type, changes)
+    """Of a model with towers, its text part."""
+    model_type, changes = CASES.get(case, (case, {}))
+    is_text = case in CASES
+    config = tiny_family_config(model_type, changes) if is_text else tiny_tower_config(*TOWER_PAIRS[case])
     check_model_config(config)
     pair = build_pair(model_type, config)
     for plan in (MIXED,) if model_type in NOT_RECOMPUTED else (RECOMPUTED, SPLIT):
         at_once = 7 * VOCAB if plan is not SPLIT else None  # 7 tokens a chunk
         found = family_difference(pair, plan, LENGTHS, precision="fp64", logits_at_once=at_once)
-        assert max(found.loss, found.router_loss) <= 1e-13
-        assert found.gradient <= 1e-12
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("label", TOWER_PAIRS)
-def test_text_part_of_a_model_with_towers_equals_plain_hugging_face(label):
-    config = tiny_tower_config(*TOWER_PAIRS[label])
-    check_model_config(config)
-    pair = build_pair(label, config)
-    for plan in (RECOMPUTED, SPLIT):
-        found = family_difference(pair, plan, LENGTHS, precision="fp64", logits_at_once=7 * VOCAB)
         assert max(found.loss, found.router_loss) <= 1e-13
         assert found.gradient <= 1e-12
 

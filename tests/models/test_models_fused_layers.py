@@ -77,8 +77,7 @@ def test_fused_layers_of_a_family_give_what_plain_hugging_face_gives(family):
     pair, plain = build_pair(family, tiny_family_config(family)), PlainKernels()
     said = put_forwards(pair["planned"], fused_forwards(pair["planned"], plain))
     found = family_difference(pair, PLAN, LENGTHS, precision="fp64")
-    assert found.loss < 1e-13
-    assert found.gradient < 1e-12
+    assert max(found.loss, found.gradient) <= 1e-12
     norms, gates = NORMS.get(family, 5), {"qwen3_moe": 1, **dict.fromkeys(MOE, 0)}.get(family, 2)
     words = [f"{gates} gated MLPs"] if gates else []
     assert sorted(said.split(", ")) == sorted([*words, "2 attentions (RoPE)", f"{norms} norms"])

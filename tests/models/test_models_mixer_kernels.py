@@ -53,8 +53,7 @@ def test_any_plan_is_exact_by_calls_that_packages_take(name, monkeypatch):
     family = FAMILY[name]
     pair = build_pair(family, tiny_family_config(family))
     found = family_difference(pair, recomputing(PLAN, "layer"), LENGTHS, precision="fp64")
-    assert found.loss <= 1e-13
-    assert found.gradient <= 1e-12
+    assert max(found.loss, found.gradient) <= 1e-12
     assert calls[name] > 0
 
 

@@ -47,8 +47,7 @@ def test_waves_and_offload_keep_states_and_halos_exact(family):
         (replace(plan, microbatches=offloading), {"make_store": CountingStore}),
     ):
         found = family_difference(pair_of(family), changed, LENGTHS, precision="fp64", **how)
-        assert found.loss <= 1e-13
-        assert found.gradient <= 1e-12
+        assert max(found.loss, found.gradient) <= 1e-12
 
 
 def test_a_scan_without_the_plan_is_refused_in_a_planned_forward_and_plain_outside_of_one():

@@ -132,3 +132,16 @@ def test_parameters_that_a_loop_kept_and_hooks_are_refused_where_the_model_has_o
         loop.session.close()
 
     in_ranks(in_double(work), 2, tmp_path)
+
+
+def test_slices_have_what_a_loop_wrote_into_the_model_and_into_them(tmp_path):
+    def work(_rank):
+        loop = Planned(small_model(), {"shard": "zero1"})
+        with loop.session, torch.no_grad():
+            for each in loop.model.parameters():
+                each.data.fill_(0.5)
+            for each in members(loop):
+                each.mul_(0.5)
+        return max(float(each.detach().abs().max()) for each in loop.model.parameters())
+
+    assert in_ranks(work, 2, tmp_path) == [0.25] * 2

@@ -11,7 +11,6 @@ from loops import SGD, in_ranks, said
 from testing.small import rows_of, small_model
 
 from lengthwise import Session
-from lengthwise.core.errors import ModelRefused
 
 ROWS = rows_of([20, 30], 1)
 
@@ -81,11 +80,11 @@ def test_a_copy_that_was_made_in_a_session_trains_in_another():
 
 def test_a_model_with_a_value_that_is_not_finite_is_refused_by_its_name_on_all_ranks(tmp_path):
     def work(_rank):
+        model = small_model(torch.float32)
+        model.model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
         for layout in ({"shard": "zero1"}, {"stages": 2}):
-            model = small_model(torch.float32)
-            model.model.layers[1].mlp.up_proj.weight.data[3, 3] = float("nan")
-            with pytest.raises(ModelRefused, match=r"NaN or infinity in model\.layers\.1\.mlp\.up_proj\.weight\."):
-                Session(model, SGD(model.parameters()), capacity_tokens=64, **layout)
+            told = said(partial(Session, model, SGD(model.parameters()), capacity_tokens=64, **layout))
+            assert "NaN or infinity in model.layers.1.mlp.up_proj.weight." in told
 
     in_ranks(work, 2, tmp_path)
 
@@ -180,14 +179,15 @@ def scaled(output, tokens, reduction="sum"):
     return F.cross_entropy(logits, tokens.shift_labels, ignore_index=-100, reduction=reduction)
 
 
+def scaled_share(model, inputs):
+    return model(**inputs, num_items_in_batch=40).loss * TAU
+
+
+BY_SEQUENCE = {"combine": lambda sums: sums.square().mean(), "values": partial(scaled, reduction="none")}
 OF_OTHERS = [
     lambda session, rows: session.backward(rows, loss=scaled),
-    lambda session, rows: session.backward(
-        rows, compute_loss=lambda model, inputs: model(**inputs, num_items_in_batch=40).loss * TAU
-    ),
-    lambda session, rows: session.backward_by_sequence(
-        rows, combine=lambda sums: sums.square().mean(), values=partial(scaled, reduction="none")
-    ),
+    lambda session, rows: session.backward(rows, compute_loss=scaled_share),
+    lambda session, rows: session.backward_by_sequence(rows, **BY_SEQUENCE),
 ]
 
 
@@ -216,22 +216,18 @@ def test_what_a_loss_trains_beside_the_model_is_refused_on_several_ranks(ranks, 
 
 
 def test_a_teacher_in_a_loss_is_refused_and_its_values_in_a_column_are_exact():
-    model, teacher = small_model(), small_model()
-    with torch.no_grad():
-        teacher.lm_head.weight.mul_(3.0)
+    model, teacher = small_model(), small_model().requires_grad_(False)
+    teacher.lm_head.weight.mul_(3.0)
 
     def apart(ours, theirs):
         return F.kl_div(ours.log_softmax(-1), theirs.log_softmax(-1), log_target=True, reduction="sum")
 
     def by_token(output, tokens):
-        with torch.no_grad():
-            theirs = teacher(input_ids=tokens.input_ids[None], position_ids=tokens.position_ids[None]).logits
+        theirs = teacher(input_ids=tokens.input_ids[None], position_ids=tokens.position_ids[None]).logits
         return apart(output.logits, theirs)
 
     def of_model(model, inputs):
-        with torch.no_grad():
-            theirs = teacher(**inputs).logits
-        return apart(model(**inputs).logits, theirs) / 50
+        return apart(model(**inputs).logits, teacher(**inputs).logits) / 50
 
     whole = [row["input_ids"][None] for row in ROWS]
     with torch.no_grad():
@@ -246,10 +242,8 @@ def test_a_teacher_in_a_loss_is_refused_and_its_values_in_a_column_are_exact():
             assert "token_values of a Session(teacher)" in text
         found = of_teacher.token_values(ROWS, lambda outputs, _: outputs.logits[0])
         rows = [{**row, "teacher": each} for row, each in zip(ROWS, found, strict=True)]
-        result = session.backward(
-            rows, loss=lambda output, tokens: apart(output.logits[0], tokens.columns["teacher"]), normalizer=1.0
-        )
-        assert result.loss == pytest.approx(expected, rel=1e-9)
+        own = lambda output, tokens: apart(output.logits[0], tokens.columns["teacher"])  # noqa: E731
+        assert session.backward(rows, loss=own, normalizer=1.0).loss == pytest.approx(expected, rel=1e-9)
 
 
 def smoothed(logits, labels, vocab_size, num_items_in_batch=None, **_):
