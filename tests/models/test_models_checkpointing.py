@@ -9,20 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import (
-    LiveBytes,
-    RecordingTransport,
-    build_pair,
-    family_difference,
-    make_batch,
-    make_plan,
-    random_plan,
-    run_step,
-    tiny_family_config,
-    tiny_model,
-)
+from testing import LiveBytes
+from testing.families import build_pair, family_difference, tiny_model
 from testing.laid import whole_parameters
 from testing.order import check_order
+from testing.plans import make_plan, random_plan
+from testing.recording import RecordingTransport
+from testing.sequences import make_batch
+from testing.steps import run_step
+from testing.tiny import tiny_family_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel

@@ -13,8 +13,8 @@ from lengthwise.core.plan import Piece
 from lengthwise.engine import step
 from lengthwise.models import DropoutKey, check_model_config, drawing, stop_dropping
 from lengthwise.models.dropout import DROPOUT_FAMILIES, DROPOUT_KEYS
-from models.test_models_checkpointing import recomputing
-from models.test_models_families import LENGTHS, NOT_RECOMPUTED
+from models.test_models_checkpointing import LENGTHS, recomputing
+from models.test_models_families import NOT_RECOMPUTED
 from tiers import some
 
 CPU = torch.device("cpu")

@@ -9,17 +9,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from testing import (
-    build_pair,
-    family_difference,
-    make_batch,
-    make_plan,
-    put_forwards,
-    run_step,
-    tiny_family_config,
-    tiny_model,
-)
+from testing.families import build_pair, family_difference, tiny_model
+from testing.plans import make_plan
+from testing.sequences import make_batch
+from testing.steps import run_step
 from testing.strict import StrictWorld
+from testing.tiny import put_forwards, tiny_family_config
 from transformers.models.llama import modeling_llama
 
 from lengthwise.core.errors import ConfigError

@@ -12,16 +12,9 @@ from transformers.integrations import hub_kernels
 
 from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ConfigError, Problems
-from lengthwise.models import (
-    DTYPES,
-    ModelSource,
-    build_model,
-    check_model_config,
-    count_parameters,
-    find_model,
-    save_model,
-)
-from lengthwise.models.families import refused_model
+from lengthwise.models import DTYPES
+from lengthwise.models.families import check_model_config, refused_model
+from lengthwise.models.model_source import ModelSource, build_model, count_parameters, find_model, save_model
 
 
 def source(kind=LlamaConfig, **changes):

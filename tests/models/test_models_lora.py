@@ -13,17 +13,10 @@ from testing.laid import whole_parameters
 from lengthwise.comm import SoloTransport
 from lengthwise.config import LoraConfig
 from lengthwise.core.errors import ConfigError, Problems
-from lengthwise.models import (
-    build_adapted,
-    build_model,
-    check_lora,
-    find_model,
-    keep_double,
-    plain_attention,
-    plain_output,
-    save_adapter,
-    save_model,
-)
+from lengthwise.models.adapter import plain_output
+from lengthwise.models.double import keep_double
+from lengthwise.models.lora import build_adapted, check_lora, save_adapter
+from lengthwise.models.model_source import build_model, find_model, plain_attention, save_model
 
 peft = pytest.importorskip("peft", minversion="0.21")
 

@@ -40,39 +40,23 @@ def set_by_name(loop):
 
 
 def norm_in_a_hook(loop):
-    handle = loop.optimizer.register_step_pre_hook(lambda *_: members(loop)[0].norm())
-    try:
-        loop.step()
-    finally:
-        handle.remove()
+    loop.optimizer.register_step_pre_hook(lambda *_: members(loop)[0].norm())
+    loop.step()
 
 
 def other_members(loop):
-    group = loop.optimizer.param_groups[0]
-    try:
-        kept = [*group["params"]]
-        del group["params"][0]
-        loop.step()
-    finally:
-        group["params"] = kept
+    del loop.optimizer.param_groups[0]["params"][0]
+    loop.step()
 
 
 def freeze_a_slice(loop):
     members(loop)[0].requires_grad = False
-    try:
-        loop.backward(FIRST)
-    finally:
-        members(loop)[0].requires_grad = True
+    loop.backward(FIRST)
 
 
 def other_data(loop):
-    weight = loop.model.lm_head.weight
-    before = weight.data
-    weight.data = weight.data * 0.5
-    try:
-        loop.step()
-    finally:
-        weight.data = before
+    loop.model.lm_head.weight.data = loop.model.lm_head.weight.data * 0.5
+    loop.step()
 
 
 def write_both_ways(loop):
@@ -105,12 +89,11 @@ REFUSED = [
 
 def test_what_slices_cannot_have_is_refused_in_words(tmp_path):
     def work(_rank):
-        loop = Planned(small_model(torch.bfloat16, num_hidden_layers=1), {"shard": "zero1"})
         for refused, words in REFUSED:
+            loop = Planned(small_model(torch.bfloat16, num_hidden_layers=1), {"shard": "zero1"})
             loop.backward(FIRST)
             with pytest.raises(LengthwiseError, match=words):
                 refused(loop)
-            loop.optimizer.zero_grad()
         with pytest.raises(LengthwiseError, match="both at once"):  # the last, which would be lost
             loop.session.close()
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from loops import SGD, both_loops, in_double, in_ranks, said
-from testing.small import VOCAB, loss_tokens, plain_losses, small_model, steps_of
+from testing.small import VOCAB, plain_loss, small_model, steps_of
 from testing.tiny import tiny_family_config
 from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -18,10 +18,6 @@ from models.test_models_fused_layers import PlainKernels
 from tiers import more
 
 ROWS = steps_of()[0]
-
-
-def is_plain(model):
-    return not any("forward" in vars(module) for module in model.modules())
 
 
 def twice_as_much(model, x):
@@ -50,17 +46,13 @@ def test_layers_compute_as_asked_in_steps_alone(options, tmp_path, monkeypatch, 
         model = small_model()
         norm = model.model.layers[0].input_layernorm
         norm.forward = partial(twice_as_much, norm)
-        found = both_loops(SGD, model=model, steps=steps_of([[60, 50]]), **options)
+        assert max(both_loops(SGD, model=model, steps=steps_of([[60, 50]]), **options)) < 1e-11
         kept = vars(norm).pop("forward", None)
-        return *found, kept is not None or "stages" in options, is_plain(model), liger.calls.total()
+        assert kept is not None or "stages" in options
+        assert not any("forward" in vars(module) for module in model.modules())
+        assert bool(liger.calls) == ("fused_layers" in options)
 
-    for loss, norm, weights, is_kept, plain, num_calls in in_ranks(in_double(work), 2, tmp_path):
-        assert loss < 1e-13
-        assert norm < 1e-12
-        assert weights < 1e-11
-        assert is_kept
-        assert plain
-        assert bool(num_calls) == ("fused_layers" in options)
+    in_ranks(in_double(work), 2, tmp_path)
 
 
 def compile_all(model):
@@ -160,10 +152,7 @@ def test_classes_and_forwards_of_the_user_are_not_replaced(liger):
     with keep_double(torch.float64), Session(model, capacity_tokens=256, fused_layers="liger") as session:
         norm = model.model.norm
         norm.forward = partial(twice_as_much, norm)
-        loss = session.evaluate(ROWS).loss
-        assert loss == pytest.approx(
-            sum(each.item() for each in plain_losses(model, ROWS)) / loss_tokens(ROWS), rel=1e-13
-        )
+        assert session.evaluate(ROWS).loss == pytest.approx(plain_loss(model, ROWS, torch.float64), rel=1e-13)
         assert "forward" in vars(norm)
 
 
@@ -178,10 +167,9 @@ def test_sums_that_were_begun_end_with_a_step_that_is_refused(tmp_path):
             session.optimizer.zero_grad()
             with pytest.raises(NumericError):
                 session.backward(ROWS, loss=lambda outputs, _: outputs.logits.sum() * float("nan"))
-            return wanted, session.backward(ROWS).grad_norm
+            assert session.backward(ROWS).grad_norm == wanted
 
-    for wanted, got in in_ranks(in_double(work), 2, tmp_path):
-        assert got == wanted
+    in_ranks(in_double(work), 2, tmp_path)
 
 
 def test_hooks_that_would_see_a_part_of_a_gradient_are_refused():
