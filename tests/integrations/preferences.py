@@ -7,6 +7,7 @@ from functools import cache
 import datasets
 import numpy as np
 import torch
+from peft import LoraConfig
 from PIL import Image
 from testing import enliven, tiny_family_config, tiny_tower_config
 from testing.small import small_model
@@ -50,6 +51,11 @@ def tokenizer():
 def model(dtype=torch.float32, **changes):
     """Return a small model of the tokenizer's vocabulary."""
     return small_model(dtype, vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=None, **changes)
+
+
+def lora():
+    """Return new settings of adapters."""
+    return LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
 
 
 def quantized_model(folder):

@@ -11,8 +11,7 @@ pytest.importorskip("trl")  # an extra
 
 from async_runs import GROUP, Plain, Planned, Worker, rollouts, trained
 from grpo_runs import compared
-from peft import LoraConfig
-from preferences import family_model, model
+from preferences import family_model, lora
 from trainers import difference, in_trainers, wrong_places
 from trl.experimental.async_grpo.async_grpo_trainer import RolloutQueueDataset
 from trl.experimental.async_grpo.packing import TreeRow
@@ -23,7 +22,6 @@ from tiers import more
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # TRL and peft read it
 
-LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
 OF_ROWS = ("perf/", "batch/row_", "batch/samples_per_row", "batch/packing_ratio", "batch/pad_frac")
 OTHERS = (*OF_ROWS, "batch/forwarded_tokens_per_step", "batch/microbatches_per_step")  # a plan packs otherwise
 CASES = {
@@ -35,14 +33,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Return a folder with the model."""
-    folder = tmp_path_factory.mktemp("model")
-    model(torch.float64).save_pretrained(folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("case", "ranks"),
     [("over the ranks", 2), *[more(case, ranks) for case, ranks in zip(CASES, (3, 3, 1, 2, 3), strict=True)]],
@@ -51,7 +41,7 @@ def test_async_grpo_is_trls(case, ranks, tmp_path, saved):
     def work(ranks, kind, _rank):
         config = dict(CASES[case])
         batches = config.pop("gradient_accumulation_steps", 1) if kind is not Plain else 1
-        how = {name: make() for name, make in LORA.items()} if "adapters" in case else {}
+        how = {"peft_config": lora()} if "adapters" in case else {}
         how |= {"sends_adapters": "alone" in case}
         how |= {"config": {**config, "gradient_accumulation_steps": batches}, "update": 12 // batches}
         found = trained(kind, tmp_path / f"ranks{ranks}", ranks, saved, **how)

@@ -11,8 +11,7 @@ import torch
 pytest.importorskip("trl")  # an extra
 
 from grpo_runs import Colocated, Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, compared, trained, with_tools
-from peft import LoraConfig
-from preferences import family_model, gemma_model, gemma_processor, image_model, image_processor, model, pictures
+from preferences import family_model, gemma_model, gemma_processor, image_model, image_processor, lora, model, pictures
 from trainers import difference, in_trainers, wrong_places
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -28,7 +27,6 @@ pytestmark = [
 ]
 
 OFF = {"num_iterations": 2, "max_steps": 3}
-LORA = {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])}
 SERVER = {"use_vllm": True, "vllm_mode": "server"}
 COLOCATED = {"use_vllm": True, "vllm_importance_sampling_mode": "token_truncate"}
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
@@ -64,14 +62,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """Return a folder with the model: TRL loads the reference from where the model came from."""
-    folder = tmp_path_factory.mktemp("model")
-    model(torch.float64).save_pretrained(folder)
-    return folder
-
-
 def loaded(folder, **how):
     if folder.name != "seeing":
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **how)
@@ -92,7 +82,7 @@ ONCE = {"capacity_tokens": 128, "config": {"max_steps": 1}}
 def test_grpo_is_trls(case, ranks, tmp_path, saved):
     config = dict(CASES[case])
     how = {"rollout_func": with_tools} if config.pop("tools", False) else {}
-    how |= {name: make() for name, make in LORA.items()} if "adapters" in case else {}
+    how |= {"peft_config": lora()} if "adapters" in case else {}
     plain, planned = (PlainRLOO, PlannedRLOO) if config.pop("rloo", False) else (Plain, Planned)
     if family := config.pop("family", None):
         family_model(family, torch.float64).save_pretrained(saved := tmp_path / family)

@@ -116,9 +116,8 @@ def test_lora_goes_on_from_an_adapter_of_peft_and_saves_it_again(folders, tmp_pa
 )
 def test_lora_refuses_targets_that_it_cannot_adapt(folders, family, names, told):
     source = find_model(str(folders(family)) if family else "tiny")
-    with pytest.raises((ConfigError, Problems), match=re.escape(told)) as caught:
+    with pytest.raises((ConfigError, Problems), match=re.escape(told)):
         check_lora(source, LoraConfig(target_modules=names))
-    assert caught.value.exit_status == 2
 
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -46,9 +46,8 @@ def test_an_accepted_family_has_the_gradients_of_one_process_in_two_stages(name)
     ],
 )
 def test_a_model_that_is_more_than_its_layers_is_refused_by_name(family, changes, said):
-    with pytest.raises(ModelRefused, match=r"stages: model \w+") as refused:
+    with pytest.raises(ModelRefused, match=rf"stages: model \w+.*{said}"):
         check_stages(tiny_family_config(family, changes))
-    assert said in str(refused.value)
 
 
 def test_a_decoder_that_changes_what_its_layers_give_is_refused(monkeypatch):
