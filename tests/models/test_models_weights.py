@@ -50,11 +50,7 @@ def move_outside(folder):
 
 FAULTS = {
     "one shard missing": ("shards", lambda f: shards(f)[0].unlink(), r"1 of \d+ files of model.*missing"),
-    "one tensor missing": (
-        "shards",
-        lambda f: edit(shards(f)[-1], dict.popitem),
-        r"1 tensors of model.*not in their",
-    ),
+    "one tensor missing": ("shards", lambda f: edit(shards(f)[-1], dict.popitem), r"1 tensors .*not in their files"),
     "index that leaves the folder": ("shards", move_outside, "not the name of a file beside it"),
     "file cut short": ("single", lambda f: os.truncate(f / SINGLE, 999), "model.safetensors: "),
     "download under way": ("single", lambda f: (f / SINGLE).rename(f / f"{SINGLE}.incomplete"), "incomplete"),
@@ -120,8 +116,9 @@ def test_weights_that_would_be_changed_are_refused_before_any_is_read(whole, tmp
     change, said = NO_WEIGHTS[kind]
     found = changed(whole, tmp_path / "model", change)
     for check in (check_weights, partial(build_model, seed=0)):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=said) as caught:
             check(found)
+        assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("dtype", "value"), [(torch.float32, "nan"), (torch.bfloat16, "-inf")])

@@ -122,13 +122,12 @@ def test_a_tower_trains_beside_a_frozen_decoder_and_rows_of_text_leave_it(tmp_pa
         how = {"capacity": 24, "shard": "zero1"}
         found = [both_loops(adamw, model=alone, steps=[image_rows(alone, ALONE)], recompute="layer", **how)]
         found.append(both_loops(adamw, model=text, steps=[image_rows(text, TEXT)], **how))
-        moved = [not torch.equal(each, before[name]) for name, each in tower.state_dict().items()]
-        same = [torch.equal(each, left[name]) for name, each in text.model.visual.state_dict().items()]
-        return found, all(moved), all(same), sum(runs)
+        assert max(map(max, found)) < 1e-11
+        assert not any(torch.equal(each, before[name]) for name, each in tower.state_dict().items())
+        assert all(torch.equal(each, left[name]) for name, each in text.model.visual.state_dict().items())
+        return sum(runs)
 
-    found, moved, same, runs = zip(*in_ranks(in_double(work), 3, tmp_path), strict=True)
-    assert max(number for rank in found for each in rank for number in each) < 1e-11
-    assert all(moved + same)
+    runs = in_ranks(in_double(work), 3, tmp_path)
     assert set(runs) == {0, 2, 4}, "images in no, one or two microbatches of a rank; blocks run again in backward"
     number = sum(each.numel() for each in image_model("qwen3_vl").model.visual.parameters())
     assert f"{number:,} parameters of model.visual train by rows with images" in capfd.readouterr().out

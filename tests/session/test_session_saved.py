@@ -375,16 +375,17 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
             while session.runner.writer.progress != WRITTEN:
                 time.sleep(0.01)
             session.sum_over_ranks(torch.zeros(1))  # all have seen that
-            seen.append(folder.exists())
+            assert not folder.exists()
             step(session, rows)
-            seen.append(saved_step())
+            assert saved_step() == 1
             session.save(folder, background=True)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 session.runner.writer.finish()
             seen.append([str(each.message) for each in caught if each.category is RuntimeWarning])
             step(session, rows)
-            seen += [said(lambda: session.save(folder)), saved_step()]
+            seen.append(said(lambda: session.save(folder)))
+            assert saved_step() == 1
             step(session, rows)
             session.save(folder, background=True)
         return seen
@@ -392,8 +393,7 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
     def saved_step():
         return json.loads((folder / "manifest.json").read_text())["step"]
 
-    for before, first, (warning,), error, kept in in_ranks(work, 2, tmp_path):
-        assert (before, first, kept) == (False, 1, 1)
+    for (warning,), error in in_ranks(work, 2, tmp_path):
         assert "was not written" in warning
         assert "rank 1: OSError: [Errno 5]" in warning
         assert "rank 1: OSError: [Errno 5]" in error
