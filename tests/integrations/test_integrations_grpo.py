@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("trl")  # an extra
 
-from grpo_runs import Colocated, Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, compared, trained, with_tools
+from grpo_runs import Colocated, Plain, PlainRLOO, Planned, PlannedRLOO, Sampled, compared, prompts, trained, with_tools
 from preferences import family_model, gemma_model, gemma_processor, image_model, image_processor, lora, model, pictures
 from trainers import difference, in_trainers, wrong_places
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
@@ -125,6 +125,18 @@ def test_a_loss_of_ones_own_is_that_of_trl(tmp_path, saved):
     planned, plain = (type(kind.__name__, (Squared, kind), {}) for kind in (Planned, Plain))
     found = trained(planned, tmp_path / "planned", 1, loaded(saved), **ONCE)
     compared(found, trained(plain, tmp_path / "plain", 1, loaded(saved), config=ONCE["config"]))
+
+
+@pytest.mark.exhaustive
+def test_batches_that_a_stream_leaves_over_weigh_as_in_trl(tmp_path, saved):
+    """A pass has three batches, and two make an update."""
+    config = {"loss_type": "grpo", "steps_per_generation": 1, "accelerator_config": {"dispatch_batches": False}}
+
+    def work(kind, name, **options):
+        stream = prompts(9).to_iterable_dataset()
+        return trained(kind, tmp_path / name, 1, loaded(saved), config=config, train_dataset=stream, **options)
+
+    compared(work(Planned, "planned", capacity_tokens=128), work(Plain, "plain"))
 
 
 def test_a_loss_of_more_than_log_probabilities_or_that_is_no_sum_after_all_is_refused(tmp_path, saved, monkeypatch):
