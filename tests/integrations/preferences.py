@@ -7,6 +7,7 @@ from functools import cache
 import datasets
 import numpy as np
 import torch
+from peft import LoraConfig
 from PIL import Image
 from testing import enliven, tiny_family_config, tiny_tower_config
 from testing.small import small_model
@@ -52,6 +53,11 @@ def model(dtype=torch.float32, **changes):
     return small_model(dtype, vocab_size=len(tokenizer()), pad_token_id=0, eos_token_id=1, bos_token_id=None, **changes)
 
 
+def lora():
+    """Return new settings of adapters."""
+    return LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])
+
+
 def quantized_model(folder):
     """Return the model of a folder, its linear layers in 4 bits."""
     how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
@@ -61,13 +67,13 @@ def quantized_model(folder):
     return found
 
 
-def family_model(family, dtype=torch.float32, attention="sdpa", changes=None):
+def family_model(family, dtype=torch.float32, changes=None):
     """Return a small model of a family, of the tokenizer's vocabulary."""
     with torch.random.fork_rng():
         torch.manual_seed(3)
         words = {"vocab_size": len(tokenizer()), "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
         config = tiny_family_config(family, {**words, **(changes or {})})
-        made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+        made = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=dtype)
     return enliven(made.train())
 
 
@@ -138,11 +144,8 @@ def gemma_processor(*, pan_and_scan=False):
     of_images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=pan_and_scan, **crops)
     template = IMAGE_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", GEMMA_WORDS["boi_token"])
     made = Gemma3Processor(of_images, words, chat_template=template, image_seq_length=GEMMA_TOKENS)
-    made.images_kwargs = {
-        "do_convert_rgb": True,
-        "do_pan_and_scan": pan_and_scan,
-        **crops,
-    }  # a call's, over those above
+    # A call's, over those above.
+    made.images_kwargs = {"do_convert_rgb": True, "do_pan_and_scan": pan_and_scan, **crops}
     return made
 
 

@@ -16,7 +16,6 @@ from peft import LoraConfig
 from preferences import chats, pairs, tokenizer
 from preferences import model as trl_model
 from test_integrations_trl import SETTINGS
-from transformers import LlamaForCausalLM
 from trl import DPOConfig, SFTConfig
 
 from lengthwise.cost import plain_cost
@@ -62,31 +61,22 @@ def test_a_step_of_a_trainer_makes_all_logits_where_its_loss_needs_them(case, tm
     trainer.session.close()
 
 
-class OwnForward(LlamaForCausalLM):
-    """A model whose loss may be any."""
+CHANGES = {
+    "none": lambda _: None,
+    "forward": lambda trainer: setattr(trainer.model, "forward", lambda **_: None),
+    "hook": lambda trainer: trainer.model.register_forward_hook(lambda *_: None),
+    "loss_function": lambda trainer: setattr(trainer.model, "loss_function", lambda **_: None),
+    "compute_loss": lambda trainer: setattr(trainer, "compute_loss", lambda *_, **__: 0),
+}
 
-    def forward(self, *args, **kwargs):
-        return super().forward(*args, **kwargs)
 
-
-@pytest.mark.parametrize("change", ["none", "class", "instance", "hook", "loss_function", "compute_loss"])
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_model_with_a_forward_or_loss_of_its_own_keeps_it(change):
-    model = small_model()
-    if change == "class":
-        model = OwnForward(model.config)
-    elif change == "instance":
-        model.forward = lambda **inputs: LlamaForCausalLM.forward(model, **inputs)
-    elif change == "hook":
-        model.register_forward_hook(lambda *_: None)
-    elif change == "loss_function":
-        model.loss_function = lambda **given: given["logits"].sum()
     trainer = object.__new__(Trainer)
-    trainer.model, trainer.compute_loss_func, trainer.label_smoother = model, None, None
-    if change == "compute_loss":
-        trainer.compute_loss = lambda *_, **__: 0
-        assert not trainer._divides_by_items()
+    trainer.model, trainer.compute_loss_func, trainer.label_smoother = small_model(), None, None
+    CHANGES[change](trainer)
     assert is_next_tokens(trainer) == (change == "none")
-    assert is_of_labels(model) == (change in ("none", "compute_loss"))
+    assert is_of_labels(trainer.model) == (change in ("none", "compute_loss"))
 
 
 def own_loss(outputs, labels, num_items_in_batch):

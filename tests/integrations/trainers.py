@@ -2,12 +2,14 @@
 
 import os
 
+import pytest
 import torch
 from datasets import fingerprint
 from testing.saved import whole_state
 from testing.small import VOCAB, small_model
 from transformers import TrainerCallback, TrainingArguments
 
+from lengthwise.core.errors import Problems
 from session.loops import in_ranks
 
 CAPACITY = 96
@@ -91,6 +93,13 @@ def weights_of(trainer):
         every = trainer.model.named_parameters()
         return {name: each.detach().clone() for name, each in every if each.is_floating_point()}  # a base may be bytes
     return whole_state(session).get("master_weights", {})
+
+
+def wrong_places(call):
+    """Return where the problems of a refusal are."""
+    with pytest.raises(Problems) as raised:
+        call()
+    return {each.where for each in raised.value.problems}
 
 
 def in_trainers(work, ranks, folder):

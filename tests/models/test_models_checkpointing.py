@@ -9,20 +9,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import (
-    LiveBytes,
-    RecordingTransport,
-    build_pair,
-    family_difference,
-    make_batch,
-    make_plan,
-    random_plan,
-    run_step,
-    tiny_family_config,
-    tiny_model,
-)
+from testing import LiveBytes
+from testing.families import build_pair, family_difference, tiny_model
 from testing.laid import whole_parameters
 from testing.order import check_order
+from testing.plans import make_plan, random_plan
+from testing.recording import RecordingTransport
+from testing.sequences import make_batch
+from testing.steps import run_step
+from testing.tiny import tiny_family_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lengthwise.attention import ActivationPolicy, PlannedAttention, choose_kernel
@@ -76,9 +71,9 @@ def recomputing(plan, *kinds):
     )
 
 
-def step_of_one(model, *, kind):
+def step_of_one(model, kind):
     plan = recomputing(make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))], layers=2), kind)
-    run_step(model, plan, make_batch((6,), vocab=48), precision="fp32")
+    return run_step(model, plan, make_batch((6,), vocab=48), precision="fp32")
 
 
 def test_family_without_hugging_faces_wrap_is_refused_by_name():
@@ -188,7 +183,7 @@ def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
     model = copy.deepcopy(pair_of("llama")["planned"])
     model.model.layers[1] = Plain(model.model.layers[1])
     with pytest.raises(ModelRefused, match=r"all 2 layers that mix tokens .* got 1 layer\."):
-        step_of_one(model, kind="layer")
+        step_of_one(model, "layer")
 
 
 def test_a_model_that_writes_over_its_attention_is_found():
@@ -196,19 +191,15 @@ def test_a_model_that_writes_over_its_attention_is_found():
     layer = model.model.layers[0].self_attn
     layer.o_proj.register_forward_pre_hook(lambda _, given: given[0].mul_(1.0))
     with pytest.raises(AssertionError, match="overwrote"):
-        step_of_one(model, kind="elementwise")
+        step_of_one(model, "elementwise")
 
 
 def test_a_product_that_the_model_writes_over_is_kept_as_it_was():
-    model, plan = copy.deepcopy(pair_of("llama")["planned"]), make_plan(1, (6,), [Piece(ranks=(0,), sequences=(0,))])
+    model = copy.deepcopy(pair_of("llama")["planned"])
     model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda _module, _given, out: out.add_(1.0))
     scale = model.model.layers[1].input_layernorm.weight[0]  # autograd saves both factors before it writes
     model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda _module, _given, out: out.mul_(scale))
-    kept, again = (
-        run_step(model, recomputing(plan, kind), make_batch((6,), vocab=48), precision="fp32")
-        for kind in ("none", "elementwise")
-    )
-    assert again.has_bits_of(kept)
+    assert step_of_one(model, "elementwise").has_bits_of(step_of_one(model, "none"))
 
 
 @pytest.mark.exhaustive
@@ -218,7 +209,6 @@ def test_any_plan_with_split_heads_equals_plain_hugging_face_and_keeps_its_bits_
     """Plans of outside tools: several pieces a microbatch, any ranks in any order, shares, ranks without tokens."""
     pair, plan = pair_of("qwen3", deep=True), random_plan(choose, ranks, LENGTHS, layers=3, num_heads=MANY_HEADS)
     found = family_difference(pair, plan, LENGTHS, precision="fp64")
-    assert found.loss <= 1e-13
-    assert found.gradient <= 1e-12
+    assert max(found.loss, found.gradient) <= 1e-12
     again = recomputing(plan, *(choose.choice(RECOMPUTE_KINDS) for _ in plan.microbatches))
     assert run_step(pair["planned"], again, BATCH).has_bits_of(run_step(pair["planned"], plan, BATCH))

@@ -1,8 +1,5 @@
 """Experts in one grouped product: which runs may, and that it gives what experts one by one give."""
 
-import copy
-from functools import cache
-
 import pytest
 import torch
 from testing import make_batch, make_plan, run_step, tiny_model, tiny_tower_config
@@ -22,19 +19,9 @@ PIECES = [Piece(ranks=(0,), sequences=(0, 1)), Piece(ranks=(0,), sequences=(2, 3
 BARS = {"fp32": 3e-6, "bf16": 1e-2}
 
 
-@cache
-def has_experts(family):
-    return bool(expert_weights(build_skeleton(tiny_family_config(family))))
-
-
-@cache
-def built(family):
-    return tiny_model(family)
-
-
 def run(family, experts, precision):
     """Return (loss, gradients, what was said) of a step of one rank."""
-    model, said = copy.deepcopy(built(family)), []
+    model, said = tiny_model(family), []
     choose_layers(model, Computing(experts=experts), CPU, dtype=DTYPES[precision], say=said.append).put()
     plan = make_plan(1, LENGTHS, PIECES, layers=model.config.num_hidden_layers)
     found = run_step(model, plan, make_batch(LENGTHS, vocab=VOCAB), precision=precision)
@@ -45,13 +32,12 @@ def run(family, experts, precision):
 @pytest.mark.parametrize("family", some([name for name in FAMILIES if name in MODEL_TYPES], 0, 1))
 def test_grouped_products_give_what_experts_one_by_one_give(family, precision):
     """Every family with experts that the interface takes; in bf16 grouped ones are no further from fp32 than others."""
-    if not has_experts(family):
+    config, dtype = tiny_family_config(family), DTYPES[precision]
+    if not expert_weights(build_skeleton(config)):
         with pytest.raises(ConfigError, match="got no experts in one parameter"):
-            check_computing(
-                tiny_family_config(family), Computing(experts="grouped_mm"), dtype=torch.float32, on_gpus=False
-            )
+            check_computing(config, Computing(experts="grouped_mm"), dtype=dtype, on_gpus=False)
         return
-    if not needs_of(built(family), DTYPES[precision], on_gpu=False, capability=None).replaceable:
+    if not needs_of(tiny_model(family), dtype, on_gpu=False, capability=None).replaceable:
         with pytest.raises(ConfigError, match="this family computes its experts itself"):
             run(family, "grouped_mm", precision)
         return

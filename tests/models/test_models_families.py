@@ -4,72 +4,38 @@ import re
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from testing import (
-    MODEL_TYPES,
-    TOWER_PAIRS,
-    VARIANTS,
-    build_pair,
-    family_difference,
-    make_plan,
-    tiny_family_config,
-    tiny_tower_config,
-)
-from testing.tiny import VOCAB
+from testing.families import build_pair, family_difference
+from testing.tiny import MODEL_TYPES, VARIANTS, VOCAB, tiny_family_config
+from testing.towers import TOWER_PAIRS, tiny_tower_config
 from transformers import AutoConfig, PretrainedConfig
 
 from lengthwise.core.errors import ModelRefused, Problems
-from lengthwise.core.plan import Piece
 from lengthwise.models import FAMILIES, check_model_config
-from models.test_models_checkpointing import recomputing
+from models.test_models_checkpointing import LENGTHS, RINGS, SPLIT, recomputing
 from tiers import more, some
 
 # One a mechanism that `doors` has not by default: latent attention, capped scores, sinks.
 BY_DEFAULT = {"deepseek_v3", "gemma2", "gpt_oss"}
-LENGTHS = (1, 57, 2, 40, 5, 31, 11, 8)
 # ctrl has no wrap; hrm_text runs its layers several times, the first times without gradients: refused by their counts.
 NOT_RECOMPUTED = ("ctrl", "hrm_text")
-# Every kind over a ring, here or in SPLIT, and packs that are recomputed.
-RINGS = [Piece(ranks=(2, 0, 1), sequences=(1, 0, 5)), Piece(ranks=(0, 2), sequences=(3, 2, 7))]
-MIXED = make_plan(3, LENGTHS, [RINGS[0], Piece(ranks=(1,), sequences=(4, 6)), RINGS[1]], layers=2)
-RECOMPUTED = recomputing(MIXED, "none", "elementwise", "layer")
-# Split heads beside packs: in pairs with a ring over them, and over as many ranks as there are heads of queries.
-PAIRS = Piece(ranks=(2, 3, 0, 1), sequences=(1, 0, 5), heads=2), Piece(ranks=(0, 1), sequences=(3,), heads=2)
-SPLIT = make_plan(
-    4,
-    LENGTHS,
-    [
-        [PAIRS[0], Piece(ranks=(1,), sequences=(2, 6))],
-        [Piece(ranks=(3, 2, 1, 0), sequences=(4, 7), heads=4), PAIRS[1]],
-    ],
-    layers=2,
-)
-SPLIT = recomputing(SPLIT, "all_but_attention", "layer")
+RECOMPUTED = recomputing(RINGS, "none", "elementwise", "layer")  # every kind over a ring, here or with split heads
+OVER_HEADS = recomputing(SPLIT, "all_but_attention", "layer")
 
 
 CASES = {**{name: (name, {}) for name in FAMILIES if name in MODEL_TYPES}, **VARIANTS}
 
 
-@pytest.mark.parametrize("case", [name if name in BY_DEFAULT else more(name) for name in CASES])
+@pytest.mark.parametrize("case", [name if name in BY_DEFAULT else more(name) for name in (*CASES, *TOWER_PAIRS)])
 def test_listed_family_equals_plain_hugging_face(case):
-    model_type, changes = CASES[case]
-    config = tiny_family_config(model_type, changes)
+    """Of a model with towers, its text part."""
+    model_type, changes = CASES.get(case, (case, {}))
+    is_text = case in CASES
+    config = tiny_family_config(model_type, changes) if is_text else tiny_tower_config(*TOWER_PAIRS[case])
     check_model_config(config)
     pair = build_pair(model_type, config)
-    for plan in (MIXED,) if model_type in NOT_RECOMPUTED else (RECOMPUTED, SPLIT):
-        at_once = 7 * VOCAB if plan is not SPLIT else None  # 7 tokens a chunk
+    for plan in (RINGS,) if model_type in NOT_RECOMPUTED else (RECOMPUTED, OVER_HEADS):
+        at_once = 7 * VOCAB if plan is not OVER_HEADS else None  # 7 tokens a chunk
         found = family_difference(pair, plan, LENGTHS, precision="fp64", logits_at_once=at_once)
-        assert max(found.loss, found.router_loss) <= 1e-13
-        assert found.gradient <= 1e-12
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("label", TOWER_PAIRS)
-def test_text_part_of_a_model_with_towers_equals_plain_hugging_face(label):
-    config = tiny_tower_config(*TOWER_PAIRS[label])
-    check_model_config(config)
-    pair = build_pair(label, config)
-    for plan in (RECOMPUTED, SPLIT):
-        found = family_difference(pair, plan, LENGTHS, precision="fp64", logits_at_once=7 * VOCAB)
         assert max(found.loss, found.router_loss) <= 1e-13
         assert found.gradient <= 1e-12
 

@@ -11,15 +11,11 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.plan import Piece
 from lengthwise.cost import loss_bytes, shape_from_config
-from lengthwise.models import (
-    ModelSource,
-    build_model,
-    has_own_logits,
-    keep_double,
-    model_log_probabilities,
-    model_loss,
-    text_part,
-)
+from lengthwise.models.adapter import model_log_probabilities, model_loss
+from lengthwise.models.double import keep_double
+from lengthwise.models.loss import has_own_logits
+from lengthwise.models.model_source import ModelSource, build_model
+from lengthwise.models.text_part import text_part
 from lengthwise.program import lower_plan
 from tiers import some
 

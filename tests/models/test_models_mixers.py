@@ -3,11 +3,11 @@
 import copy
 import functools
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
-from testing import CountingStore, build_pair, family_difference, make_plan, tiny_family_config
+from testing import CountingStore, family_difference, make_plan
 
 from lengthwise.attention import PlannedAttention, choose_kernel
 from lengthwise.comm import SoloTransport
@@ -17,7 +17,7 @@ from lengthwise.models import mixer_layers as mixers
 from lengthwise.models.adapter import attending_by_plan, plain_output, planned_output
 from lengthwise.models.mixer_layers import put_mixers
 from lengthwise.program import lower_plan
-from models.test_models_checkpointing import recomputing
+from models.test_models_checkpointing import pair_of, recomputing
 from tiers import more
 
 LENGTHS = (19, 14, 5, 1, 13, 9)
@@ -33,11 +33,6 @@ PLAN = make_plan(
 DELTA, MAMBA2, CONVOLUTION = "qwen3_5_text", "nemotron_h", "lfm2"
 
 
-@cache
-def pair_of(family):
-    return build_pair(family, tiny_family_config(family))
-
-
 @pytest.mark.parametrize("family", [CONVOLUTION, more(DELTA), more(MAMBA2)])
 def test_waves_and_offload_keep_states_and_halos_exact(family):
     plan = recomputing(PLAN, "layer")
@@ -47,8 +42,7 @@ def test_waves_and_offload_keep_states_and_halos_exact(family):
         (replace(plan, microbatches=offloading), {"make_store": CountingStore}),
     ):
         found = family_difference(pair_of(family), changed, LENGTHS, precision="fp64", **how)
-        assert found.loss <= 1e-13
-        assert found.gradient <= 1e-12
+        assert max(found.loss, found.gradient) <= 1e-12
 
 
 def test_a_scan_without_the_plan_is_refused_in_a_planned_forward_and_plain_outside_of_one():

@@ -33,8 +33,7 @@ def test_frequencies_are_those_of_each_sequence(variant):
     """One pack of all, cut over all ranks: every row holds parts of sequences on both sides of the border."""
     plan = make_plan(3, LENGTHS, [Piece(ranks=(0, 1, 2), sequences=tuple(range(6)))], layers=2)
     found = family_difference(pair_of(variant), plan, LENGTHS, precision="fp64")
-    assert found.loss <= 1e-13
-    assert found.gradient <= 1e-12
+    assert max(found.loss, found.gradient) <= 1e-12
 
 
 def test_reference_has_no_memory_of_longer_sequences():

@@ -7,7 +7,7 @@ from testing.pipelines import as_pipeline, pipeline_difference
 from testing.plans import make_plan
 from testing.small import write_model
 from testing.tiny import VARIANTS, tiny_family_config
-from transformers import LlamaModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaModel
 
 from lengthwise.core.errors import ConfigError, ModelRefused
 from lengthwise.core.plan import Piece
@@ -46,9 +46,8 @@ def test_an_accepted_family_has_the_gradients_of_one_process_in_two_stages(name)
     ],
 )
 def test_a_model_that_is_more_than_its_layers_is_refused_by_name(family, changes, said):
-    with pytest.raises(ModelRefused, match=r"stages: model \w+") as refused:
+    with pytest.raises(ModelRefused, match=rf"stages: model \w+.*{said}"):
         check_stages(tiny_family_config(family, changes))
-    assert said in str(refused.value)
 
 
 def test_a_decoder_that_changes_what_its_layers_give_is_refused(monkeypatch):
@@ -74,20 +73,17 @@ def test_a_stage_on_which_nothing_trains_is_refused_on_all_stages():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_stage_reads_its_own_weights_alone_and_all_stages_make_the_model_again(tmp_path, tied):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     folder = write_model(tmp_path / "model", num_hidden_layers=3, tie_word_embeddings=tied)
     whole = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    config, read, found, first = AutoConfig.from_pretrained(folder), 0, {}, None
+    config, read, found = AutoConfig.from_pretrained(folder), 0, {}
     for number in (1, 0):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-        stage, rows = ModelStage(model, [range(2), range(2, 3)], stages=2, stage=number), OwnRows(folder)
-        stage.read_weights(rows)
+        first, rows = ModelStage(model, [range(2), range(2, 3)], stages=2, stage=number), OwnRows(folder)
+        first.read_weights(rows)
         read += rows.num_bytes
         assert not any(each.is_meta for each in model.parameters())
-        found |= {name: each for name, each in model.state_dict().items() if name in stage.entries[number]}
-        first = stage
+        found |= {name: each for name, each in model.state_dict().items() if name in first.entries[number]}
     every = sum(each.nbytes for name, each in whole.items() if not (tied and name == "lm_head.weight"))
     assert read == every + (whole["lm_head.weight"].nbytes if tied else 0)  # a tied head is read on both ends
     with first.whole({name: each for name, each in found.items() if name in first.entries[1]}):

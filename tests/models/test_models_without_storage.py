@@ -17,12 +17,9 @@ CPU = torch.device("cpu")
 
 def tensors_beside_parameters(model):
     """Map where a tensor is that is no parameter to it: buffers, and attributes that nobody registered."""
-    return {
-        f"{path}.{name}": value
-        for path, module in model.named_modules()
-        for name, value in {**module.__dict__, **module._buffers}.items()
-        if isinstance(value, torch.Tensor)
-    }
+    every = [(path, {**each.__dict__, **each._buffers}) for path, each in model.named_modules()]
+    named = [(f"{path}.{name}", value) for path, values in every for name, value in values.items()]
+    return {name: value for name, value in named if isinstance(value, torch.Tensor)}
 
 
 @pytest.mark.parametrize("model_type", some([name for name in FAMILIES if name in MODEL_TYPES]))

@@ -2,6 +2,7 @@
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,10 +12,14 @@ from testing.saved import whole_state
 from testing.small import plain_loop, small_model, steps_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lengthwise.core.errors import LengthwiseError
 from lengthwise.models import keep_double
 from lengthwise.session import Session
 
 torch.set_num_threads(1)
+ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+SGD = partial(torch.optim.SGD, lr=0.1)
+CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 
 
 class LargestTensor(TorchDispatchMode):
@@ -86,6 +91,15 @@ def in_ranks(work, ranks, folder):
     found = fork_ranks(rank_work, ranks)
     meeting.unlink(missing_ok=True)
     return found
+
+
+def said(work, kind=LengthwiseError):
+    """Return the message of what is refused; "" where nothing is."""
+    try:
+        work()
+    except kind as error:
+        return str(error)
+    return ""
 
 
 def in_double(work):

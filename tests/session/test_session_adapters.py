@@ -6,20 +6,16 @@ from functools import partial
 import peft
 import pytest
 import torch
-from loops import both_loops, in_double, in_ranks
+from loops import SGD, both_loops, in_ranks, said
 from peft import LoraConfig, get_peft_model
-from testing.small import VOCAB, rows_of, small_model
-from testing.tiny import tiny_family_config
-from transformers import AutoModelForCausalLM
+from testing.small import rows_of, small_model
 
 from lengthwise import Session
-from lengthwise.core.errors import LengthwiseError, ModelRefused
 from lengthwise.models import keep_double
 from lengthwise.models.adapter_kinds import SAME_AS_PEFT
 from tiers import more
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch, under SHIRA
-SGD = partial(torch.optim.SGD, lr=0.05)
 STEPS = [rows_of([97, 13], 0), rows_of([30, 9, 64], 1)]
 LINEAR, TIED = ["q_proj", "down_proj"], {"tie_word_embeddings": True}
 LORA = partial(LoraConfig, r=4, target_modules=LINEAR, init_lora_weights=False, task_type="CAUSAL_LM")
@@ -49,6 +45,7 @@ KINDS = {
     "ADAPTION_PROMPT": {"adapter_len": 3, "adapter_layers": 1, "task_type": "CAUSAL_LM"},
     "BOFT": {"boft_block_size": 4, **NOT_ZERO},
     "C3A": {"block_size": 8, **QUERIES},
+    "FOURIERFT": {"n_frequency": 10, **QUERIES},
     "GRALORA": {"r": 8, **NOT_ZERO},
     "IA3": IA3,
     "LN_TUNING": {"target_modules": ["input_layernorm"]},
@@ -67,19 +64,12 @@ CASES = {
 }
 
 
-def experts(dtype):
-    torch.manual_seed(0)
-    config = tiny_family_config("qwen3_moe", {"vocab_size": VOCAB})
-    how = {"attn_implementation": "sdpa", "experts_implementation": "eager", "dtype": dtype}
-    return AutoModelForCausalLM.from_config(config, **how)
-
-
-def adapted(config, dtype=torch.float64, *, base=small_model, **changes):
+def adapted(config, dtype=torch.float64, **changes):
     torch.manual_seed(2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's advice on its own kinds
         config = config() if callable(config) else config
-        return get_peft_model(base(dtype, **changes), config, autocast_adapter_dtype=False).train()
+        return get_peft_model(small_model(dtype, **changes), config, autocast_adapter_dtype=False).train()
 
 
 @pytest.mark.parametrize(
@@ -91,49 +81,29 @@ def adapted(config, dtype=torch.float64, *, base=small_model, **changes):
     ],
 )
 def test_adapters_train_as_in_the_plain_loop(layout, names, tmp_path):
-    def both(config, changes):
-        model = adapted(config, **changes)  # some kinds start in fp32
-        with keep_double(torch.float64):
-            return both_loops(SGD, model=model, steps=STEPS, **layout)
+    """To the rounding of fp32 for a kind that knows no fp64."""
+
+    def both(name):
+        config, changes = CASES[name]
+        dtype = torch.float32 if name == "FOURIERFT" else torch.float64
+        model = adapted(config, dtype, **changes)  # some kinds start in fp32
+        with keep_double(dtype):
+            return both_loops(SGD, model=model, steps=STEPS, dtype=dtype, **layout)
 
     def work(_rank):
-        return {name: both(*CASES[name]) for name in names}
+        return {name: both(name) for name in names}
 
     for found in in_ranks(work, 2, tmp_path):
-        assert {name: each for name, each in found.items() if not max(each) < 1e-11} == {}
-
-
-@pytest.mark.exhaustive
-def test_adapters_of_experts_in_one_parameter_train_as_in_the_plain_loop(tmp_path):
-    """Ranks run different numbers of forwards, in each of which peft swaps the parameter and puts it back."""
-    config = LORA(target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    steps = [rows_of([38, 37, 39], 0), rows_of([38], 1)]
-
-    def work(rank):
-        model = adapted(config, base=experts)
-        if rank:
-            with torch.no_grad():
-                model(input_ids=torch.tensor([[1, 2]]))  # on one rank alone
-        return both_loops(SGD, model=model, steps=steps, capacity=40, shard="zero1")
-
-    assert max(map(max, in_ranks(in_double(work), 2, tmp_path))) < 1e-11
-
-
-@pytest.mark.exhaustive
-def test_adapters_that_know_no_fp64_train_as_in_the_plain_loop_to_the_rounding_of_fp32(tmp_path):
-    def work(_rank):
-        model = adapted(peft.FourierFTConfig(n_frequency=10, **QUERIES), torch.float32)
-        return both_loops(SGD, model=model, steps=STEPS, dtype=torch.float32)
-
-    assert max(map(max, in_ranks(work, 2, tmp_path))) < 1e-5
+        bar = {"FOURIERFT": 1e-5}
+        assert {name: each for name, each in found.items() if not max(each) < bar.get(name, 1e-11)} == {}
 
 
 def test_the_kinds_that_pass_are_those_compared_here():
-    assert {*KINDS, "FOURIERFT"} == SAME_AS_PEFT
+    assert {*KINDS} == SAME_AS_PEFT
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "words"),
     [
         (peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PROMPT_TUNING (virtual tokens"),
         (peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"), "PREFIX_TUNING (virtual tokens"),
@@ -145,39 +115,28 @@ def test_the_kinds_that_pass_are_those_compared_here():
         (peft.LoHaConfig(rank_dropout=0.1, **NOT_ZERO), "LOHA with rank_dropout (random numbers"),
     ],
 )
-def test_other_adapters_are_refused_by_name_before_anything_else(config, said):
+def test_other_adapters_are_refused_by_name_before_anything_else(config, words):
     model = adapted(config, **TIED)
     optimizer = SGD([each for each in model.parameters() if each.requires_grad])
-    with pytest.raises(LengthwiseError) as caught:
-        Session(model, optimizer, capacity_tokens=64)
-    assert said in str(caught.value)
-    assert str(caught.value).count("error[") == 1
+    told = said(lambda: Session(model, optimizer, capacity_tokens=64))
+    assert words in told
+    assert told.count("error[") == 1
 
 
-TWO = {torch.float32, torch.float64}
-
-
-def in_two_dtypes(tied=False):
+@pytest.mark.parametrize("layout", [more({"shard": "zero1", "overlap": True}), {"shard": "zero3"}])
+def test_weights_in_two_dtypes_train_as_in_the_plain_loop(layout, tmp_path):
     """As peft makes them of a bf16 model: adapters in one dtype, whole modules in the base's; norms in fp32, too."""
-    config = LORA(modules_to_save=["embed_tokens"], ensure_weight_tying=tied)
-    model = adapted(config, tie_word_embeddings=tied)
+    model = adapted(LORA(modules_to_save=["embed_tokens"], ensure_weight_tying=True), **TIED)
     for name, each in model.named_parameters():
         if "lora_" in name or "layernorm" in name:
             each.data = each.data.float()
             each.requires_grad_(True)
-    return model
-
-
-@pytest.mark.parametrize(("ranks", "layout"), [more(2, {"shard": "zero1", "overlap": True}), (2, {"shard": "zero3"})])
-def test_weights_in_two_dtypes_train_as_in_the_plain_loop(ranks, layout, tmp_path):
-    """To the rounding of fp32, in which some weights compute; the others have fp64."""
+    assert len({each.dtype for each in model.parameters() if each.requires_grad}) == 2
 
     def work(_rank):
-        return both_loops(SGD, model=model, steps=[rows_of([97, 13], 0)], **layout)
+        return both_loops(SGD, model=model, steps=STEPS[:1], **layout)
 
-    model = in_two_dtypes(tied=True)
-    assert {each.dtype for each in model.parameters() if each.requires_grad} == TWO
-    assert max(map(max, in_ranks(work, ranks, tmp_path))) < 1e-6
+    assert max(map(max, in_ranks(work, 2, tmp_path))) < 1e-6, "the rounding of fp32, in which some weights compute"
 
 
 def test_weights_of_which_ranks_have_other_dtypes_are_refused_and_single_rows_under_stages(tmp_path):
@@ -187,11 +146,11 @@ def test_weights_of_which_ranks_have_other_dtypes_are_refused_and_single_rows_un
         model = small_model(torch.float32)
         norms = model.model.layers[0].input_layernorm, model.model.layers[1].input_layernorm
         norms[rank].to(torch.bfloat16)
-        with pytest.raises(LengthwiseError, match="the same dtypes of trainable parameters on all ranks"):
-            Session(model, SGD(model.parameters()), capacity_tokens=64)
-        model = adapted(OF_LORA["rows"][0])
-        optimizer = SGD([each for each in model.parameters() if each.requires_grad])
-        with pytest.raises(ModelRefused, match="trainable_token_indices"):
-            Session(model, optimizer, capacity_tokens=64, stages=2)
+        told = said(lambda: Session(model, SGD(model.parameters()), capacity_tokens=64))
+        assert "the same dtypes of trainable parameters on all ranks" in told
+        rows = adapted(OF_LORA["rows"][0])
+        optimizer = SGD([each for each in rows.parameters() if each.requires_grad])
+        told = said(lambda: Session(rows, optimizer, capacity_tokens=64, stages=2))
+        assert "trainable_token_indices" in told
 
     in_ranks(work, 2, tmp_path)

@@ -68,9 +68,8 @@ def test_adapters_train_as_in_the_plain_loop(tmp_path, how, ranks, options):
 
 def test_a_quantized_base_counts_its_bytes(tmp_path):
     model = quantized_model(write_model(tmp_path), NF4)
-    with Session(
-        model, SGD([each for each in model.parameters() if each.requires_grad]), capacity_tokens=64
-    ) as session:
+    adapters = [each for each in model.parameters() if each.requires_grad]
+    with Session(model, SGD(adapters), capacity_tokens=64) as session:
         trained = session.settings.trained
     state = model.get_base_model().state_dict()
     held = sum(each.nbytes for name, each in state.items() if "lora" not in name and "quant_" not in name)
@@ -78,17 +77,16 @@ def test_a_quantized_base_counts_its_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("how", "options", "words"),
+    ("how", "options", "dtype", "words"),
     [
-        (NF4, {"shard": "zero3"}, "several weights share a byte"),
-        (BitsAndBytesConfig(load_in_8bit=True), {}, "llm_int8_threshold=6.0"),
-        (NF4, {"dtype": torch.float64}, "fp32 at most"),
+        (NF4, {"shard": "zero3"}, torch.float32, "several weights share a byte"),
+        (BitsAndBytesConfig(load_in_8bit=True), {}, torch.float32, "llm_int8_threshold=6.0"),
+        (NF4, {}, torch.float64, "fp32 at most"),
     ],
 )
-def test_what_a_quantized_base_cannot_have_is_refused(tmp_path, how, options, words):
-    model, options = quantized_model(write_model(tmp_path), how), dict(options)
+def test_what_a_quantized_base_cannot_have_is_refused(tmp_path, how, options, dtype, words):
+    model = quantized_model(write_model(tmp_path), how)
     adapters = [each for each in model.parameters() if each.requires_grad]
-    dtype = options.pop("dtype", torch.float32)
     for each in adapters:
         each.data = each.data.to(dtype)
     with pytest.raises(LengthwiseError, match=words):

@@ -24,12 +24,10 @@ from lengthwise.checkpoint.writer import WRITTEN
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.session import Session, state_folder
 from run.small_runs import call
-from session.loops import LargestTensor, in_double, in_ranks, planned_loop
+from session.loops import ADAMW, CONSTANT, LargestTensor, in_double, in_ranks, planned_loop, said
 from tiers import more, some
 
-ADAMW = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 SGD = partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
-CONSTANT = partial(torch.optim.lr_scheduler.ConstantLR, factor=1.0)
 ZERO1, ZERO3, HYBRID = ({"shard": "zero1"}, 2), ({"shard": "zero3"}, 3), ({"shard": "hybrid", "ranks_per_node": 2}, 4)
 STAGES = ({"stages": 2}, 2)
 UNREACHED = "model.norm.weight"
@@ -78,11 +76,9 @@ def run(folder, layout, ranks, make, *, loads=None, saves=None):
 def assert_same(found, wanted, tolerance):
     assert found["steps"] == wanted["steps"]
     assert found["param_groups"] == wanted["param_groups"]
+    assert found["state"].keys() == wanted["state"].keys()
     pairs = [(found["master_weights"], wanted["master_weights"])]
-    states = found["state"], wanted["state"]
-    assert states[0].keys() == states[1].keys()
-    pairs += [(states[0][number], each) for number, each in states[1].items()]
-    for own, others in pairs:
+    for own, others in [*pairs, *((found["state"][number], each) for number, each in wanted["state"].items())]:
         assert own.keys() == others.keys()
         for name, expected in others.items():
             assert (own[name] - expected).norm() <= tolerance * expected.norm(), name
@@ -214,16 +210,10 @@ OTHER_STATES = [  # of number 0, a vector
     (lambda state: state["param_groups"].pop(), r"its optimizer's groups: expected 2 of \d+, \d+ parameters; got 1 of"),
     (lambda state: state["state"][0].pop("exp_avg"), r"expected exp_avg, exp_avg_sq, step; got exp_avg_sq, step"),
     (lambda state: state["state"][0].update(exp_avg=torch.ones(3)), r"exp_avg of \S+: expected \(32,\).*; got \(3,\)"),
-    (
-        lambda state: state["state"][0]["exp_avg_sq"].neg_(),
-        r"exp_avg_sq: .* got a tensor with a negative value",
-    ),
+    (lambda state: state["state"][0]["exp_avg_sq"].neg_(), r"exp_avg_sq: .* got a tensor with a negative value"),
     (lambda state: state["state"].update({99: {"step": 1.0}}), r"states of parameter 99, which does not train"),
     (lambda state: state["master_weights"].popitem(), r"master_weights of \S+: expected \(.*; got nothing"),
-    (
-        lambda state: state.pop("state"),
-        r"a plain optimizer; got KeyError: 'state'\. Name a file that",
-    ),
+    (lambda state: state.pop("state"), r"a plain optimizer; got KeyError: 'state'\. Name a file that"),
 ]
 
 
@@ -250,15 +240,11 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
         with opened(ZERO3[0], model=SMALLEST()) as session:
             step(session, STEPS[1])
             before = whole_state(session)
-            for number in range(len(cases)):
-                with pytest.raises(LengthwiseError) as caught:
-                    session.load(tmp_path / f"state-{number}")
-                found.append(str(caught.value))
+            found += [said(partial(session.load, tmp_path / f"state-{number}")) for number in range(len(cases))]
             after = whole_state(session)
         for model, make in ((SMALLEST(), SGD), (SMALLEST(intermediate_size=40), ADAMW)):
-            with opened(ZERO1[0], make, model) as session, pytest.raises(LengthwiseError) as caught:
-                session.load(tmp_path / "state")
-            found.append(str(caught.value))
+            with opened(ZERO1[0], make, model) as session:
+                found.append(said(partial(session.load, tmp_path / "state")))
         return found, before, after
 
     expected = [*(told for _, told in cases), "expected SGD; got AdamW", r"has shape \[\d+, 32\], not \[40, 32\]"]
@@ -271,61 +257,50 @@ def test_what_does_not_fit_is_refused_on_all_ranks_and_changes_nothing(tmp_path)
 
 
 def test_other_folders_folders_of_other_things_and_weights_that_are_not_finite_are_refused(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.txt").write_text("mine")
-    (tmp_path / "page").mkdir()
-    (tmp_path / "page/manifest.json").write_text('{"name": "mine"}')
+    files = {"mine/thesis.txt": "mine", "page/manifest.json": '{"name": "mine"}'}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
 
     def work(rank):
-        found, model = [], SMALLEST()
+        model = SMALLEST()
         with opened(ZERO1[0], model=model) as session:
-            for folder in (f"state-{rank}", "mine", "page", "state"):
-                if folder == "state":
-                    model.get_parameter(UNREACHED).data.fill_(float("nan"))  # nobody could go on from it
-                with pytest.raises(LengthwiseError) as caught:
-                    session.save(tmp_path / folder)
-                found.append(str(caught.value))
-            with pytest.raises(LengthwiseError, match=r"got another program's file\. Name a folder that lengthwise"):
-                session.load(tmp_path / "page")
-        return found
+            assert "the same folder on all ranks" in said(lambda: session.save(tmp_path / f"state-{rank}"))
+            for folder in ("mine", "page"):
+                told = said(partial(session.save, tmp_path / folder))
+                assert "expected a new folder, or a checkpoint to replace; got other files" in told
+            assert "got another program's file. Name a folder" in said(lambda: session.load(tmp_path / "page"))
+            model.get_parameter(UNREACHED).data.fill_(float("nan"))  # nobody could go on from it
+            told = said(lambda: session.save(tmp_path / "state"))
+            assert "master_weights with a value that is not finite" in told
 
-    for apart, *others, broken in in_ranks(work, 2, tmp_path):
-        assert "the same folder on all ranks" in apart
-        assert all("expected a new folder, or a checkpoint to replace; got other files" in each for each in others)
-        assert "master_weights with a value that is not finite" in broken
-    assert [each.name for each in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
-    assert (tmp_path / "page/manifest.json").read_text() == '{"name": "mine"}'
+    in_ranks(work, 2, tmp_path)
+    assert {name: (tmp_path / name).read_text() for name in files} == files
 
 
 def test_a_rank_that_does_not_see_the_folder_is_named_on_all_ranks(tmp_path):
     def work(rank):
-        found = []
         with opened(ZERO1[0], model=SMALLEST()) as session, pytest.MonkeyPatch.context() as patch:
             session.save(tmp_path / "seen")
             if rank == 1:
                 patch.setattr(Path, "is_dir", lambda _: False)  # as where its machine has another disk there
-            for call_it, folder in ((session.save, "state"), (session.load, "seen")):
-                with pytest.raises(LengthwiseError) as caught:
-                    call_it(tmp_path / folder)
-                found.append(str(caught.value))
+            told = said(lambda: session.save(tmp_path / "state"))
+            assert re.search(r"got rank 1: no .*state\.unfinished, which rank 0 has made: give a folder", told)
+            told = said(lambda: session.load(tmp_path / "seen"))
+            assert re.search(r"rank 1, .*seen: expected a checkpoint; got no such folder\. Give a folder", told)
             patch.undo()
             if rank == 1:  # another folder under the same name
                 patch.setattr(state_folder, "read_manifest", lambda folder: replace(read_manifest(folder), step=7))
-            with pytest.raises(LengthwiseError, match=r"manifest\.json in .*seen.* by the same path on all ranks"):
-                session.load(tmp_path / "seen")
+            told = said(lambda: session.load(tmp_path / "seen"))
+            assert re.search(r"manifest\.json in .*seen.* by the same path on all ranks", told)
             patch.undo()
             patch.setattr(state_folder, "Manifest", broken)
-            with pytest.raises(LengthwiseError) as caught:
-                session.save(tmp_path / "state")
-        return *found, str(caught.value)
+            assert "rank 0: OSError: no room" in said(lambda: session.save(tmp_path / "state"))
 
     def broken(*_, **__):
         raise OSError("no room")
 
-    for saving, loading, without in in_ranks(work, 2, tmp_path):
-        assert "rank 0: OSError: no room" in without
-        assert re.search(r"got rank 1: no .*state\.unfinished, which rank 0 has made: give a folder that all", saving)
-        assert re.search(r"rank 1, .*seen: expected a checkpoint; got no such folder\. Give a folder", loading)
+    in_ranks(work, 2, tmp_path)
     assert not list(tmp_path.glob("state*"))
 
 
@@ -375,8 +350,8 @@ def test_a_folder_that_another_job_saves_is_refused_in_words_until_that_job_ends
         time.sleep(0.05)
     with opened({}, model=SMALLEST()) as session, opened({}, model=SMALLEST()) as other:
         for background in (False, True):
-            with pytest.raises(LengthwiseError, match=rf"expected a folder that no other run is writing; .*{job} on"):
-                session.save(folder, background=background)
+            told = said(partial(session.save, folder, background=background))
+            assert re.search(rf"expected a folder that no other run is writing; .*{job} on", told)
         os.kill(job, signal.SIGKILL)
         os.waitpid(job, 0)
         session.load(folder)
@@ -400,18 +375,17 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
             while session.runner.writer.progress != WRITTEN:
                 time.sleep(0.01)
             session.sum_over_ranks(torch.zeros(1))  # all have seen that
-            seen.append(folder.exists())
+            assert not folder.exists()
             step(session, rows)
-            seen.append(saved_step())
+            assert saved_step() == 1
             session.save(folder, background=True)
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 session.runner.writer.finish()
             seen.append([str(each.message) for each in caught if each.category is RuntimeWarning])
             step(session, rows)
-            with pytest.raises(LengthwiseError) as error:
-                session.save(folder)
-            seen += [str(error.value), saved_step()]
+            seen.append(said(lambda: session.save(folder)))
+            assert saved_step() == 1
             step(session, rows)
             session.save(folder, background=True)
         return seen
@@ -419,8 +393,7 @@ def test_a_save_in_the_background_is_there_at_a_later_end_and_one_that_fails_is_
     def saved_step():
         return json.loads((folder / "manifest.json").read_text())["step"]
 
-    for before, first, (warning,), error, kept in in_ranks(work, 2, tmp_path):
-        assert (before, first, kept) == (False, 1, 1)
+    for (warning,), error in in_ranks(work, 2, tmp_path):
         assert "was not written" in warning
         assert "rank 1: OSError: [Errno 5]" in warning
         assert "rank 1: OSError: [Errno 5]" in error

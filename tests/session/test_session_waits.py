@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, get_peft_model
 from testing import SIZES
 from testing.on_meta import META, device_without_values
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -18,6 +17,7 @@ LENGTHS = (300, 40, 200, 7)
 FORWARD = ["copy to the host: step.run_part", "event: clock._seconds_between"]
 NORM = ["number: norm.gradient_norm"]
 EDITS = "copy to the host: slices._take_to_host"  # whether there are some, and those, as without values there are
+OF_CHECK = "copy to the host: loss_checks._numbers"
 ON_HOST = [EDITS, EDITS, "copy to the host: optimizer._bring_gradients"]  # the last of gradients
 
 
@@ -25,28 +25,12 @@ def summed(output, tokens):
     return F.cross_entropy(output.logits[0].float(), tokens.shift_labels, reduction="sum")
 
 
-def shared(model, inputs):
-    return model(**inputs, num_items_in_batch=sum(LENGTHS) - len(LENGTHS)).loss
-
-
+BY_SEQUENCE = [*FORWARD, "number: values.combined", *FORWARD]
 LOSSES = {
     "next token": (lambda session, rows: session.backward(rows), FORWARD),
-    "own loss": (
-        lambda session, rows: session.backward(rows, loss=summed),
-        [*FORWARD, "copy to the host: loss_checks._numbers"],
-    ),
-    "a Trainer's loss": (lambda session, rows: session.backward(rows, compute_loss=shared), FORWARD),
-    "by sequence": (
-        lambda session, rows: session.backward_by_sequence(rows, combine=torch.mean),
-        [*FORWARD, "number: values.combined", *FORWARD],
-    ),
+    "own": (lambda session, rows: session.backward(rows, loss=summed), [*FORWARD, OF_CHECK]),
+    "by sequence": (lambda session, rows: session.backward_by_sequence(rows, combine=torch.mean), BY_SEQUENCE),
 }
-
-
-def model_of(adapters):
-    with META:
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).train()
-        return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"])) if adapters else model
 
 
 def on_meta(model, optimizer, asked, **how):
@@ -57,24 +41,22 @@ def on_meta(model, optimizer, asked, **how):
 check_settings = session_open.check_settings
 
 
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated")  # peft reads it
 @pytest.mark.parametrize(
     ("loss", "options"),
     [
         ("next token", {"recompute": "layer"}),
-        more("next token", {"precision": "bf16", "adapters": True}),
-        more("own loss", {}),
-        more("a Trainer's loss", {}),
+        more("own", {"precision": "bf16"}),
         more("by sequence", {"offload_optimizer": True}),
     ],
 )
 def test_a_step_of_a_session_waits_for_its_device_where_it_must(monkeypatch, loss, options):
-    model, (backward, expected) = model_of(options.pop("adapters", False)), LOSSES[loss]
+    backward, expected = LOSSES[loss]
+    with META:
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).train()
     rows = [{"input_ids": torch.arange(length) % SIZES["vocab_size"]} for length in LENGTHS]
     monkeypatch.setattr(session_open, "check_settings", on_meta)
     with device_without_values() as waits:
-        trained = [each for each in model.parameters() if each.requires_grad]
-        optimizer = torch.optim.AdamW(trained, fused="offload_optimizer" not in options)
+        optimizer = torch.optim.AdamW(model.parameters(), fused="offload_optimizer" not in options)
         with Session(model, optimizer, capacity_tokens=512, **options) as session:
             for _ in range(2):  # the first looks for what it keeps from then on
                 waits.take()
