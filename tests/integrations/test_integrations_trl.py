@@ -161,7 +161,9 @@ def test_dpo_is_trls(case, tmp_path):
     if "precomputed" in case:  # the first rewards are 0, or the rounding of a reference in other batches
         for logs, _ in (one, *found):
             logs[0] = {name: each for name, each in logs[0].items() if "rewards/" not in name}
-    compared(one, found, **{"tolerance": 2e-4, "rings": "stages" not in case, **(IN_BF16 if "4 bits" in case else {})})
+    # A reference in other batches rounds otherwise, and Adam enlarges that where gradients are near 0
+    bars = IN_BF16 if "4 bits" in case else {"weights": 4e-4} if "precomputed" in case else {}
+    compared(one, found, **{"tolerance": 2e-4, "rings": "stages" not in case, **bars})
 
 
 @pytest.mark.exhaustive

@@ -73,7 +73,6 @@ def test_reference_of_verify_equals_one_graph_of_all_documents(family):
     assert all(each <= 1e-12 for each in verify.gradient_differences(found.gradients, gradients).values())
 
 
-@pytest.mark.exhaustive
 def test_order_real_calls_are_those_of_the_checked_order():
     """Counting: ring rounds, one sum; then the kept graph's backward, then the rest. In evaluation the sum is last."""
     cost = analytic_cost(shape_from_config(pair("olmoe")["plain"].config.to_dict()), named_hardware("cpu"))
