@@ -36,8 +36,8 @@ def poison(monkeypatch, what, *, rank):
                 context.parameters.grads[3] = math.inf
         return work
 
-    def poisoned_update(self, lr):
-        update(self, lr)
+    def poisoned_update(self, lr, without):
+        update(self, lr, without)
         updates.append(lr)
         if what.get(len(updates)) == "parameter" and self.rank == rank:
             self.parameters.master_weights[0] = math.nan

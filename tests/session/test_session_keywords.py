@@ -25,6 +25,7 @@ TRIED = {
     "stages": (2, 1),
     "optimizer": (None,),
     "quantization": ("nf4",),
+    "train_towers": (True,),
     "lora": (None,),
     "precision": ("fp64",),
 }
