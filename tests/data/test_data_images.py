@@ -1,5 +1,6 @@
 """Chats with images: the ids of the model's processor, kept with paths and patches, and files that cannot be read."""
 
+import base64
 import copy
 import inspect
 import json
@@ -7,6 +8,7 @@ import re
 import sys
 from importlib import import_module
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -20,6 +22,7 @@ from lengthwise.config import DataSource
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.data import NO_LOSS, ByteTokenizer, load_dataset, load_tokenizer
 from lengthwise.data.load import first_rows
+from lengthwise.data.prepare import prepare_folder, to_prepare
 from lengthwise.models.images import joined_images
 
 TURNED = 6  # of EXIF: the picture lies on its side
@@ -146,6 +149,52 @@ def test_prepared_rows_have_the_images_of_rows_in_memory_and_other_images_are_ot
     assert before.shape == (file.grid[0] * file.grid[1], 96)
 
 
+INSIDE = datasets.Features(
+    {
+        "messages": datasets.List({"role": datasets.Value("string"), "content": datasets.Value("string")}),
+        "images": datasets.List(datasets.Image()),
+    }
+)
+
+
+@pytest.mark.parametrize("form", ["table", "folder", "dataset", "prepared", "data URLs"])
+def test_images_inside_of_rows_are_those_of_files_beside_them(folder, monkeypatch, form):
+    """They are written to the cache once, where a process that decodes them finds them."""
+    monkeypatch.setenv("LENGTHWISE_CACHE", str(folder / "cache"))
+    rows = [{"messages": ROWS[0]["messages"], "images": ROWS[0]["images"]}, ROWS[3]]
+    here, source = load(folder, rows), folder / "inside.parquet"
+    bytes_of = [[{"bytes": (folder / each).read_bytes(), "path": None} for each in row["images"]] for row in rows]
+    table = datasets.Dataset.from_list(
+        [{**row, "images": images} for row, images in zip(rows, bytes_of, strict=True)], features=INSIDE
+    )
+    if form == "folder":
+        table.save_to_disk(source := folder / "inside")
+    elif form == "data URLs":
+        urls = ["data:image/png;base64," + base64.b64encode(each["bytes"]).decode() for each in bytes_of[0]]
+        parts = [{"type": "image_url", "image_url": {"url": each}} for each in urls]
+        turns = [user(*parts, rows[0]["messages"][0]["content"]), ANSWER]
+        (source := folder / "urls.jsonl").write_text(
+            "".join(json.dumps(each) + "\n" for each in ({"messages": turns}, ROWS[3]))
+        )
+    else:
+        table.to_parquet(source)
+    sources = [
+        DataSource(dataset="parquet", split="train", data_files=[str(source)])
+        if form == "dataset"
+        else DataSource(path=source)
+    ]
+    tokenizer = lambda: load_tokenizer(str(folder / "model"))  # noqa: E731
+    if form == "prepared":
+        plan = to_prepare(sources, tokenizer_name=str(folder / "model"), tokenizer=tokenizer)
+        prepare_folder(plan, folder / "tokens")
+        sources = [DataSource(path=folder / "tokens")]
+    there = load_dataset(sources, tokenizer=tokenizer, vocab_size=None)
+    assert there.digest() == here.digest()
+    reader, files = tokenizer().images, zip(there.images(0), here.images(0), strict=True)
+    assert all(torch.equal(*(reader.columns(each, "")["pixel_values"] for each in pair)) for pair in files)
+    assert len([*(folder / "cache/images").rglob("?" * 64)]) == 2
+
+
 @pytest.mark.parametrize(
     ("row", "said"),
     [
@@ -158,6 +207,7 @@ def test_prepared_rows_have_the_images_of_rows_in_memory_and_other_images_are_ot
         ({"messages": [user("a", image(path=".")), ANSWER]}, "a folder"),
         ({"messages": [{"role": "user", "content": "<image>a"}, ANSWER], "images": ["a.png"]}, 'no "<image>" in texts'),
         ({"messages": [user(image(url="https://a/b.png")), ANSWER]}, "images as paths of files; got .*https"),
+        ({"messages": [user(image(url="data:image/png;base64,?")), ANSWER]}, "a data URL with broken base64"),
         ({"text": "a", "images": ["a.png"]}, '"images": images outside of chats'),
     ],
 )

@@ -16,6 +16,7 @@ from typing import Any
 from lengthwise.core.errors import DataError
 from lengthwise.core.files import unique_keys
 from lengthwise.core.names import counted
+from lengthwise.data.image_store import image_within, keep_image
 
 REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a message's reasoning
 _SHARE_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant"}  # of ShareGPT; others are ours
@@ -221,7 +222,13 @@ def _content(content: Any, number: int, where: str) -> str | list[dict[str, Any]
 
 
 def _path(given: Any, at: str, where: str) -> str:
-    """Return the path of an image, from a path, or an object with one."""
+    """Return the path of an image, from a path, an object with one, or the image itself, which is written to a file."""
+    given = given.get("url") if isinstance(given, dict) and given.get("url") is not None else given
+    try:
+        if (content := image_within(given)) is not None:
+            return keep_image(content)
+    except ValueError as error:
+        raise refuse_row(where, "an image", f"{at}: {error}", "Write it to a file, and its path here.") from None
     if isinstance(given, dict) and given.get("bytes") is None:
         given = given.get("path") or given.get("url")
     if not isinstance(given, str) or not given or _NO_FILE.match(given):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 from lengthwise.core.errors import DataError
 from lengthwise.core.names import counted
 from lengthwise.data.files import content_of, printable_name, readable, unreadable, version_of
+from lengthwise.data.image_store import leave_encoded
 from lengthwise.data.library import Place, library, versions_of
 from lengthwise.data.prepared import is_prepared
 
@@ -90,12 +91,15 @@ class RowFile:
         with library(self.shown, self.place):
             if not self.asked:
                 found = datasets.load_from_disk(os.fspath(self.root))
+                leave_encoded(found.info.features)
                 return found.to_iterable_dataset() if stream else found
             if self.paths and cache is None:  # its own key is path and time alone: a replaced file would give old rows
                 found = hashlib.sha256(json.dumps(self.versions()).encode()).hexdigest()[:16]
                 cache = Path(datasets.config.HF_DATASETS_CACHE) / found  # pyright: ignore[reportAttributeAccessIssue]
             kept = None if cache is None or not self.paths else os.fspath(cache)
-            return datasets.load_dataset(**self.asked, split=self.split, streaming=stream, cache_dir=kept)
+            found = datasets.load_dataset(**self.asked, split=self.split, streaming=stream, cache_dir=kept)
+            leave_encoded(found.info.features)
+            return found
 
     def identity(self) -> list[Any]:
         """Return values that differ if the rows may differ: sizes and digests of both ends, or a hub's versions.

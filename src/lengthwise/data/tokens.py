@@ -18,6 +18,7 @@ from lengthwise.data.blocks import RowBlock
 from lengthwise.data.dataset import NO_LOSS, TOO_LONG, RowArrays, sum_of_weights
 from lengthwise.data.digests import ROW_DIGEST_BYTES, row_digest
 from lengthwise.data.image_files import ImageFile
+from lengthwise.data.image_store import is_kept
 from lengthwise.data.refusals import too_long
 from lengthwise.data.rows import RawRow, RowParser
 from lengthwise.data.tokenizer import Tokenizer
@@ -136,21 +137,19 @@ class Tokenizing:
         """Return the images of a row, whose paths begin at `folder`; None for rows of a hub or a URL."""
         if row.chat is None or not row.chat.images or row.empty:
             return ()
-        if self.meanwhile or folder is None:
-            got = (
-                "an image in a row that is read while the run trains" if self.meanwhile else "one by `dataset` or a URL"
-            )
-            remedy = "Train on files of rows, named by `path`, without `streaming` and `remote`."
-            raise DataError(
-                row.where, expected="images beside files that are read at the start", got=got, remedy=remedy
-            )
+        is_beside = folder is not None or all(map(is_kept, row.chat.images))
+        if self.meanwhile or not is_beside:
+            got = "an image in a row that is read while the run trains" if self.meanwhile else "a path in other rows"
+            remedy = "Train on rows that are read at the start: `path`, or `dataset`, which has its images in itself."
+            expected = "images in rows, or in files beside them, that are read at the start"
+            raise DataError(row.where, expected=expected, got=got, remedy=remedy)
         try:
             reader = self.tokenizer().images
         except ValueError as error:
             expected, got = "a row of text, for this tokenizer", f"an image, and {error}"
             remedy = "Train a model that reads images, with its own tokenizer, or take such rows out."
             raise DataError(row.where, expected=expected, got=got, remedy=remedy) from None
-        return [reader.find(os.path.join(folder, each), row.where) for each in row.chat.images]
+        return [reader.find(os.path.join(folder or "", each), row.where) for each in row.chat.images]
 
     def _encode(self, row: RawRow, images: Sequence[ImageFile]) -> tuple[np.ndarray, np.ndarray | None]:
         loaded, labels = self.tokenizer(), None

@@ -7,7 +7,6 @@ and tokenizer. Small sources, and all with LENGTHWISE_CACHE=off, are read into m
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,11 +15,10 @@ from pathlib import Path
 from lengthwise.config import DataSource
 from lengthwise.core.errors import Collector, DataError, OutputError
 from lengthwise.data import Tokenizer
+from lengthwise.data.image_store import VARIABLE, cache_folder
 from lengthwise.data.prepare import prepare_folder, to_prepare
 from lengthwise.data.prepared import is_prepared
 from lengthwise.run.workers import usable_cores
-
-VARIABLE = "LENGTHWISE_CACHE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +88,8 @@ def data_cache(
     tokenizer_name: str, tokenizer: Callable[[], Tokenizer], vocab_size: int | None, timeout_seconds: float
 ) -> DataCache | None:
     """Return the cache of this user; None if it is off."""
-    setting = os.environ.get(VARIABLE, "")
-    if setting == "off":
-        return None
-    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lengthwise"
-    folder = Path(os.path.abspath(os.path.expanduser(setting or usual)))
-    return DataCache(
+    folder = cache_folder()
+    return folder and DataCache(
         folder=folder,
         tokenizer_name=tokenizer_name,
         tokenizer=tokenizer,
