@@ -18,9 +18,9 @@ class ImageCut:
     grid: function of height and width in pixels that returns (rows, columns) of patches, or, of families with tiles of
     one size, (tiles, tokens of each). made: function of an image processor's columns that returns the grid of their
     image. side: patches along the side of a token. pixels: pixels of a patch. token: word of an image's tokens.
-    written: what a chat template writes for an image. text: what stands there before its `token` is repeated. ends:
-    words after each line of an image's tokens, and after the last one. options: arguments of each call of the image
-    processor.
+    rewrite: word that a chat template writes for an image, and what stands in its place before `token` is repeated.
+    ends: words after each line of an image's tokens, and after the last one. options: arguments of each call of the
+    image processor.
     """
 
     grid: Callable[[int, int], tuple[int, int]]
@@ -28,8 +28,7 @@ class ImageCut:
     side: int = 1
     pixels: float
     token: str
-    written: str
-    text: str
+    rewrite: tuple[str, str] = ("", "")
     ends: tuple[str, str] | None = None
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
@@ -78,8 +77,6 @@ def _qwen(processor: Any, _settings: Mapping[str, Any], tokenizer: Any) -> Image
         side=merge,
         pixels=pixels,
         token=token,
-        written=token,
-        text=token,
     )
 
 
@@ -103,8 +100,6 @@ def _mistral(processor: Any, settings: Mapping[str, Any], _tokenizer: Any) -> Im
         side=merge,
         pixels=patch**2,
         token=token,
-        written=token,
-        text=token,
         ends=ends,
         options={"patch_size": merge * patch},
     )
@@ -118,8 +113,7 @@ def _intern(processor: Any, settings: Mapping[str, Any], tokenizer: Any) -> Imag
         made=lambda found: (len(found["pixel_values"]), tokens),
         pixels=processor.size["height"] * processor.size["width"] / tokens,
         token=token,
-        written=token,
-        text=_word(tokenizer, "start_image_token") + token + _word(tokenizer, "end_image_token"),
+        rewrite=(token, _word(tokenizer, "start_image_token") + token + _word(tokenizer, "end_image_token")),
         options=options,
     )
 
@@ -132,8 +126,7 @@ def _gemma3(processor: Any, settings: Mapping[str, Any], tokenizer: Any) -> Imag
         made=lambda found: (len(found["pixel_values"]), tokens),
         pixels=processor.size["height"] * processor.size["width"] / tokens,
         token=token,
-        written=begin,
-        text=f"\n\n{begin}{token}{_word(tokenizer, 'eoi_token')}\n\n",
+        rewrite=(begin, f"\n\n{begin}{token}{_word(tokenizer, 'eoi_token')}\n\n"),
         options={"do_pan_and_scan": False},  # whatever its files say, as the whole processor does without being asked
     )
 
@@ -148,15 +141,13 @@ def _gemma4(processor: Any, _settings: Mapping[str, Any], tokenizer: Any) -> Ima
         return rows // patch, columns // patch
 
     token = _word(tokenizer, "image_token")
-    text = _word(tokenizer, "boi_token") + token + _word(tokenizer, "eoi_token")
     return ImageCut(
         grid=grid,
         made=lambda found: (found["image_position_ids"][0].flip(-1).amax(0) + 1).tolist(),
         side=pool,
         pixels=patch**2,
         token=token,
-        written=token,
-        text=text,
+        rewrite=(token, _word(tokenizer, "boi_token") + token + _word(tokenizer, "eoi_token")),
     )
 
 

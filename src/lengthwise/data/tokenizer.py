@@ -181,8 +181,7 @@ class HuggingFaceTokenizer:
 
         if not images:
             return encode_chat(self.tokenizer, chat, note)
-        cut = self.images.cut
-        return self.images.expanded(*encode_chat(self.tokenizer, chat, note, (cut.written, cut.text)), images)
+        return self.images.expanded(*encode_chat(self.tokenizer, chat, note, self.images.cut.rewrite), images)
 
     def decode(self, ids: np.ndarray) -> str:
         """Return the text of ids, with special tokens; transformers drops ids that it does not have."""
