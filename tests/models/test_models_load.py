@@ -14,7 +14,8 @@ from lengthwise.comm import SoloTransport
 from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.models import DTYPES
 from lengthwise.models.families import check_model_config, refused_model
-from lengthwise.models.model_source import ModelSource, build_model, count_parameters, find_model, save_model
+from lengthwise.models.model_files import save_model
+from lengthwise.models.model_source import ModelSource, build_model, count_parameters, find_model
 
 
 def source(kind=LlamaConfig, **changes):

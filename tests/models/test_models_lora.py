@@ -16,7 +16,8 @@ from lengthwise.core.errors import ConfigError, Problems
 from lengthwise.models.adapter import plain_output
 from lengthwise.models.double import keep_double
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
-from lengthwise.models.model_source import build_model, find_model, plain_attention, save_model
+from lengthwise.models.model_files import save_model
+from lengthwise.models.model_source import build_model, find_model, plain_attention
 
 peft = pytest.importorskip("peft", minversion="0.21")
 

@@ -33,16 +33,15 @@ from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import has_own_logits, has_own_loss, token_loss, token_losses
 from lengthwise.models.mixer_choice import choose_mixers
 from lengthwise.models.mixer_layers import has_states, mixing_of
+from lengthwise.models.model_files import copy_processor, save_model
 from lengthwise.models.model_source import (
     DTYPES,
     ModelSource,
     build_model,
     check_weights,
-    copy_processor,
     count_parameters,
     find_model,
     plain_attention,
-    save_model,
 )
 from lengthwise.models.model_stage import WHOLE, Chunk, ModelStage, check_cut
 from lengthwise.models.router import (

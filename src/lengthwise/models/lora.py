@@ -25,7 +25,8 @@ from lengthwise.core.errors import ConfigError, raise_problems
 from lengthwise.core.files import read_plain
 from lengthwise.core.names import did_you_mean
 from lengthwise.models.adapter import ATTENTION_NAME
-from lengthwise.models.model_source import ModelSource, build_model, build_skeleton, unwritable
+from lengthwise.models.model_files import unwritable
+from lengthwise.models.model_source import ModelSource, build_model, build_skeleton
 from lengthwise.models.text_part import TextPart
 from lengthwise.models.weights import WIDTHS, check_finite, first_line
 

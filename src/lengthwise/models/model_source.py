@@ -1,4 +1,4 @@
-"""Find, build and save models: `tiny`, a local Hugging Face folder, or a hub name.
+"""Find and build models: `tiny`, a local Hugging Face folder, or a hub name.
 
 Keys of configs that choose kernels (attention, experts, fused layers) are dropped, because Hugging Face would load
 native code by them. Weights are loaded whole or drawn from the seed. Remote code is never run.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,13 +32,13 @@ from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from lengthwise.config.schema import TINY_MODEL
-from lengthwise.core.errors import ConfigError, LengthwiseError, OutputError, raise_problems
+from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.files import MOST_BYTES
 from lengthwise.core.hub_access import only_cached, why_only_cached
 from lengthwise.cost import named_shape
 from lengthwise.models.adapter import ATTENTION_NAME, register_attention
 from lengthwise.models.quantized import loading_config, replace_layers
-from lengthwise.models.text_part import has_towers, layer_configs, left_alone, text_config, text_part, whole_model
+from lengthwise.models.text_part import has_towers, layer_configs, text_config, text_part
 from lengthwise.models.weights import WEIGHTS_FILES, check_dtypes, check_finite, first_line, first_names, holds_weights
 
 # Experts one by one: Hugging Face's grouped products do not support fp64, and round differently by number of tokens.
@@ -51,8 +50,6 @@ _ENGINE_KEYS = re.compile(
     r"|fusion_config|kernel_config|use_kernels|distributed_config|transformers_weights"
     r"|output_attentions|output_hidden_states|return_dict|torchscript"
 )
-
-_PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 
 _PARTS = re.compile(r"\w*(layers?|blocks?|experts|labels)")  # keys for numbers of parts
 _MOST_PARTS = 10_000  # about ten times the layers or experts of any model today
@@ -353,54 +350,6 @@ def plain_attention(source: ModelSource) -> str:
     else:
         model = MODEL_FOR_CAUSAL_LM_MAPPING[type(source.config)]
     return "sdpa" if model._supports_sdpa else "eager"
-
-
-def save_model(model: Any, folder: Path) -> None:
-    """Write config and safetensors for `from_pretrained`; only tied tensors are shared.
-
-    A text part is written with its whole model, whose towers take its dtype.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
-    copies: dict[tuple[int, torch.Size], torch.Tensor] = {}
-    state, dtype = {}, next(model.parameters()).dtype
-    for tower in left_alone(model).values():
-        tower.data = tower.data.to(dtype)
-    model = whole_model(model)
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in copies:
-            copies[key] = tensor.detach().to("cpu", copy=True)
-        state[name] = copies[key]
-    try:
-        model.save_pretrained(folder, state_dict=state)
-    except OSError as error:
-        raise unwritable(folder, "the model", error) from None
-
-
-def copy_processor(model: Any, name: str, folder: Path) -> None:
-    """Copy the processor's files of a model with towers from `name`.
-
-    Raises:
-        OutputError: they cannot be read or written.
-    """
-    if whole_model(model) is model:
-        return
-    options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": only_cached(name)}
-    try:
-        for each in _PROCESSOR_FILES:
-            found = cached_file(name, each, **options)
-            if found is not None:
-                shutil.copyfile(found, folder / each)
-    except OSError as error:
-        raise unwritable(folder, f"the files of {name} beside its weights", error) from None
-
-
-def unwritable(folder: Path, what: str, error: Exception) -> OutputError:
-    """Return the error for a folder to which `what` cannot be written."""
-    expected = f"a folder to write {what} to"
-    return OutputError(str(folder), expected=expected, got=str(error), remedy="Free or repair the folder.")
 
 
 def _unreadable(name: str, error: Exception) -> ConfigError:
