@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from testing.images import image_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from data.stores import save_words
@@ -90,6 +91,14 @@ def test_tokenizer_empty_encodings_and_lone_surrogates_are_bad_rows(tmp_path):
         load_dataset([DataSource(path=path)], tokenizer=lambda: tokenizer, vocab_size=5)
     source = DataSource(path=path, empty="skip", bad_rows="skip")
     assert load_dataset([source], tokenizer=lambda: tokenizer, vocab_size=5).ids.tolist() == [1]
+
+
+def test_tokenizer_without_a_template_takes_that_of_the_processor(tmp_path):
+    made = image_tokenizer()
+    template, made.chat_template = made.chat_template, None
+    made.save_pretrained(tmp_path)
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": template}))
+    assert load_tokenizer(str(tmp_path)).tokenizer.chat_template == template
 
 
 @pytest.mark.parametrize("content", [None, "{", '{"tokenizer_class": "PreTrainedTokenizerFast"}'])

@@ -165,12 +165,12 @@ class PixelsAhead:
         return made.result()
 
 
-def processor_files(name: str) -> list[str]:
-    """Return the texts of a model's files for its image processor, [] without any."""
+def processor_files(name: str, files: Sequence[str] = _OF_PROCESSOR) -> list[str]:
+    """Return the texts of a model's files, by default those for its image processor; [] without any."""
     from transformers.utils import cached_file
 
     options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "local_files_only": only_cached(name)}
-    found = [cached_file(name, each, **options) for each in _OF_PROCESSOR]
+    found = [cached_file(name, each, **options) for each in files]
     return [Path(each).read_text(encoding="utf-8") for each in found if each is not None]
 
 

@@ -32,6 +32,7 @@ from lengthwise.data.messages import Chat
 # Arguments of a tokenizer of transformers that change no ids of a text: where it is, and what is done to ids
 _NO_RULES = ("name_or_path", "is_local", "local_files_only", "processor_class", "chat_template", "model_max_length")
 _NO_RULES += ("padding_side", "truncation_side", "clean_up_tokenization_spaces")
+_OF_PROCESSOR = "chat_template.json"  # has the template of some models with images, whose tokenizers have none
 
 
 class Tokenizer(Protocol):
@@ -242,6 +243,9 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         loaded: Any = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=cached)
         vocab: dict[str, int] = loaded.get_vocab()
+        if not getattr(loaded, "chat_template", None):
+            for text in processor_files(name, [_OF_PROCESSOR]):
+                loaded.chat_template = json.loads(text)["chat_template"]
     except Exception as error:  # files come from outside, and the Rust tokenizers raise plain Exception
         said = why_only_cached() if cached and isinstance(error, OSError) else str(error)[:300].rstrip(".")
         got = f"{name}: {said}" if cached else f"{type(error).__name__}: {said}"
