@@ -219,6 +219,13 @@ def test_images_that_cannot_train_are_named_by_row_and_file(folder, row, said):
     assert dataset.skipped == {"bad": 1}
 
 
+def test_a_side_that_the_processor_rounds_away_is_named(folder):
+    write_image_processor(folder / "model", "mistral3", image_model("mistral3").config)
+    Image.new("RGB", (900, 2)).save(folder / "a.png")
+    with pytest.raises(LengthwiseError, match=r"rows\.jsonl:1: .*a\.png: 900 x 2 pixels, of which the .* keeps none"):
+        load(folder, [ROWS[1]])
+
+
 def test_images_are_refused_without_a_processor_and_in_streams(folder):
     with pytest.raises(LengthwiseError, match="a row of text, for this tokenizer; got an image, and tokenizer bytes"):
         load(folder, ROWS[:1], ByteTokenizer)

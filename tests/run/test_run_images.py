@@ -15,6 +15,7 @@ from testing.small import plain_training, relative
 from testing.towers import tiny_tower_config
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
+import lengthwise
 from lengthwise.config import DataSource
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.data import load_dataset, load_tokenizer
@@ -23,7 +24,7 @@ from lengthwise.data.image_files import ImageFile
 from lengthwise.engine.batch import ReadsFiles, StepBatch
 from lengthwise.program import Segment
 from lengthwise.run import verify_batch
-from run.small_runs import call, losses, told, train, write_run
+from run.small_runs import assert_equal_runs, broken_off, call, losses, told, train, whole, write_run
 from tiers import more
 
 SIZES = {"0.png": (16, 32), "1.png": (40, 24), "2.png": (64, 64), "3.png": (20, 50)}
@@ -127,6 +128,16 @@ def test_plan_counts_images_as_a_run_does(run_file, towers):
     assert json.loads(found.read_text())["images"] == of_run["images"]
 
 
+@pytest.mark.parametrize("run_file", ["gemma3"], indirect=True)
+def test_a_tower_goes_on_from_a_checkpoint(run_file):
+    """It has fewer updates than the run, those of steps with images."""
+    keys = {"global_batch": {"sequences": 1}, "checkpoint": {"every_steps": 1, "background": False}}
+    run_file.write_text(json.dumps({**json.loads(run_file.read_text()), **keys, "train_towers": True, "steps": 8}))
+    wanted, found = whole(run_file), broken_off(run_file, 1, after=4)
+    lengthwise.train(run_file, ranks=1, resume=True)
+    assert_equal_runs(found, wanted)
+
+
 def test_a_broken_image_ends_the_run_with_its_row_and_file(run_file, capfd):
     """Its head is whole, so it is found when a rank decodes it."""
     path = run_file.parent / "pictures/2.png"
@@ -147,8 +158,8 @@ def test_a_broken_image_ends_the_run_with_its_row_and_file(run_file, capfd):
     ],
 )
 def test_rows_with_images_that_cannot_train_are_refused_before_the_start(run_file, capfd, asked, expected):
-    for name, whole, text in (("other", "llava", "llama"), ("third", "gemma3", "gemma3_text")):
-        config = tiny_tower_config(whole, text, {"vocab_size": 400})
+    for name, family, text in (("other", "llava", "llama"), ("third", "gemma3", "gemma3_text")):
+        config = tiny_tower_config(family, text, {"vocab_size": 400})
         AutoModelForImageTextToText.from_config(config).save_pretrained(run_file.parent / name)
     if asked.startswith("train"):
         (run_file.parent / "train.jsonl").write_text(json.dumps(ROWS[2]) + "\n")

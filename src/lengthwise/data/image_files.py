@@ -72,6 +72,8 @@ class ImageProcessor:
                 if is_known and image.getexif().get(_ORIENTATION) in _TURNED:
                     width, height = height, width
             rows, columns = self.cut.grid(height, width)
+            if min(self.cut.lines((rows, columns))) < 1:
+                raise ValueError(f"{width} x {height} pixels, of which the model's processor keeps none")
             return ImageFile(path, content, (int(rows), int(columns)))
         except Exception as error:  # noqa: BLE001 - of files of many formats
             remedy = "Correct the path or the file, or {skip_bad|set `bad_rows: skip`} to leave such rows out."

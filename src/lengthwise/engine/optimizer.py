@@ -278,13 +278,19 @@ class SlicedOptimizer:
                     found[name][run.start : run.stop].copy_(state[name])
         return found
 
-    def take_vectors(self, vectors: Mapping[str, Tensor], *, updates: int) -> None:
-        """Copy the result of `vectors` into existing states, and set their number of updates."""
+    def take_vectors(
+        self, vectors: Mapping[str, Tensor], *, updates: int, kept: Mapping[str, Mapping[str, float | None]]
+    ) -> None:
+        """Copy the result of `vectors` into existing states, and set their numbers of updates.
+
+        kept: states by name, as in `kept`. updates: number of updates of parameters that it lacks.
+        """
         for run, state in self.states():
             for key, value in vectors.items():
                 state[key].copy_(value[run.start : run.stop])
             if "step" in state:
-                state["step"].fill_(updates)
+                number = kept.get(self.parameters.names[run.parameter], {}).get("step")
+                state["step"].fill_(updates if number is None else number)
         self._is_new = not updates
 
     def plain_groups(self) -> list[dict[str, Any]]:

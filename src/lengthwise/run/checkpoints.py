@@ -116,7 +116,8 @@ class Checkpoints:
         vectors = self._config.optimizer.states
         state = read_slices(transport, resume.folder, manifest, parameters, vectors, remedy=remedy)
         parameters.master_weights.copy_(state.pop(MASTER_WEIGHTS))
-        self._optimizer.take_vectors(state, updates=manifest.step - manifest.skipped)
+        kept = {} if manifest.optimizer is None else manifest.optimizer.states
+        self._optimizer.take_vectors(state, updates=manifest.step - manifest.skipped, kept=kept)
         self._optimizer.publish()
         if transport.rank == 0:
             self._folder.go_back_to(resume.step)
