@@ -13,7 +13,7 @@ from testing.small import VOCAB
 from testing.towers import tiny_tower_config
 from transformers import AutoModelForImageTextToText
 
-from lengthwise import Session
+from lengthwise import LengthwiseError, Session
 from lengthwise.engine.byte_watch import LiveBytes
 from lengthwise.models import IMAGE_FAMILIES, image_reader, text_part
 from lengthwise.session import engine
@@ -156,6 +156,18 @@ def test_a_tower_that_masks_all_pairs_of_patches_runs_image_by_image():
     with Session(model, SGD(model.parameters()), capacity_tokens=100) as session:
         session.backward(image_rows(model, [[2, (4, 4), 3, (4, 6), 3], [1, (2, 4), 5]]))
     assert len(runs) == 3
+
+
+def test_tiles_of_another_size_have_the_tokens_that_the_tower_makes(tmp_path):
+    """InternVL's tower adapts its positions; rows whose tokens do not fit are refused, as in Hugging Face."""
+    model = image_model("internvl")
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    ids = torch.tensor([7, *[IMAGE] * 32, 3, 9, 2])
+    row = {"input_ids": ids, "labels": torch.where(ids == IMAGE, -100, ids), "pixel_values": pixels}
+    work = lambda _rank: both_loops(SGD, model=image_model("internvl"), steps=[[row]], capacity=24)  # noqa: E731
+    assert max(map(max, in_ranks(in_double(work), 2, tmp_path))) < 1e-11
+    with pytest.raises(LengthwiseError, match="8 tokens for 2 images; got 32 tokens by pixel_values"):
+        image_reader(text_part(model)).read(ids.numpy()[25:], {"pixel_values": pixels}, "row 1")
 
 
 def test_a_tower_that_no_optimizer_has_gets_no_gradients_and_other_images_make_other_steps():

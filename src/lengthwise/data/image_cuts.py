@@ -82,6 +82,7 @@ def _qwen(processor: Any, _settings: Mapping[str, Any], tokenizer: Any) -> Image
 
 def _mistral(processor: Any, settings: Mapping[str, Any], _tokenizer: Any) -> ImageCut:
     merge, patch = settings.get("spatial_merge_size", 1), settings.get("patch_size", 16)
+    patch = patch["height"] if isinstance(patch, Mapping) else patch
     size, token = processor.size, settings.get("image_token", "[IMG]")
     most = (size["longest_edge"],) * 2 if size.get("longest_edge") else (size["height"], size["width"])
     resized, step = _of_module(processor, "get_resize_output_image_size"), (merge * patch, merge * patch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +20,10 @@ class ImageKind:
 
     beside: column with one entry an image, None if `pixel_values` has one. pixels: entries of `pixel_values` an image.
     tokens: tokens of each image. patches: patches a token. empty: columns of images without content, of so many tokens
-    together, which are a multiple of `least`. is_masked: True if the tower masks the pairs of patches of all images of
-    a call, so that each image gets a call. has_axes: True if positions have several axes. mutual: layers in which the
-    tokens of images that nothing parts see each other in both directions: "all", "windows" or "none".
+    together, which are a multiple of `least`. varies: True if images have any size in pixels. is_masked: True if the
+    tower masks the pairs of patches of all images of a call, so that each image gets a call. has_axes: True if
+    positions have several axes. mutual: layers in which the tokens of images that nothing parts see each other in both
+    directions: "all", "windows" or "none".
     """
 
     beside: str | None
@@ -31,6 +32,7 @@ class ImageKind:
     patches: Callable[[Any], float]
     empty: Callable[[Any, int], dict[str, Tensor]]
     least: Callable[[Any], int] = lambda _config: 1
+    varies: bool = False
     is_masked: bool = False
     has_axes: bool = False
     mutual: Callable[[Any], str] = lambda _config: "none"
@@ -77,11 +79,12 @@ def _empty_size(config: Any, tokens: int) -> dict[str, Tensor]:
 
 
 def _of_tiles(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor:
-    return torch.full((len(inputs[PIXELS]),), _of_tile(config))
+    return torch.full((len(inputs[PIXELS]),), _of_tile(config, inputs[PIXELS].shape[-2:]))
 
 
-def _of_tile(config: Any) -> int:
-    (height, width), patch = config.vision_config.image_size, config.vision_config.patch_size
+def _of_tile(config: Any, size: Sequence[int] | None = None) -> int:
+    """Return the tokens of a tile, by default of the size that the tower was made for."""
+    (height, width), patch = size or config.vision_config.image_size, config.vision_config.patch_size
     return int(height // patch[0] * (width // patch[1]) * config.downsample_ratio**2)
 
 
@@ -137,6 +140,7 @@ KINDS = {
         tokens=_of_sizes,
         patches=lambda config: config.spatial_merge_size**2,
         empty=_empty_size,
+        varies=True,
         is_masked=True,
     ),
     "internvl": ImageKind(
@@ -146,6 +150,7 @@ KINDS = {
         patches=lambda config: config.downsample_ratio**-2,
         empty=_empty_tiles,
         least=_of_tile,
+        varies=True,
     ),
     "gemma3": ImageKind(
         beside=None,

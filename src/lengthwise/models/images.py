@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -103,12 +104,27 @@ class ImageReader:
         Raises:
             DataError: columns are missing or not as the family's processor gives them, or images and tokens do not fit.
         """
-        try:
+        with self._naming(where):
             return self._read(ids, given, where)
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # of torch and of the family's own functions
+
+    @contextmanager
+    def _naming(self, where: str, remedy: str = _REMEDY) -> Iterator[None]:
+        """Translate errors of torch and of the family's own functions to a DataError of a row."""
+        try:
+            yield
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:
             got = " ".join(str(error).split())[:200]
             expected = f"{' and '.join(self.columns)} as the model's processor gives them"
-            raise DataError(where, expected=expected, got=got, remedy=_REMEDY) from None
+            raise DataError(where, expected=expected, got=got, remedy=remedy) from None
+
+    def _check_forms(self, given: Mapping[str, Tensor]) -> None:
+        """Raise ValueError for columns of other dtypes and dimensions than the tower takes."""
+        empty = self._kind.empty(self._config, self.least_tokens)
+        for name in self.columns:
+            found, usual = given[name], empty[name]
+            alike = (found.dim(), found.is_floating_point()) == (usual.dim(), usual.is_floating_point())
+            if not alike or (found.shape[-1] != usual.shape[-1] and not self._kind.varies):
+                raise ValueError(f"{name} of {found.dtype} {tuple(found.shape)}")
 
     def _read(self, ids: np.ndarray, given: Mapping[str, Tensor], where: str) -> RowImages | None:
         places = np.flatnonzero(ids == self.token)
@@ -119,12 +135,8 @@ class ImageReader:
             expected = f"{', '.join(self.columns)} beside {counted(len(places), 'token')} of images"
             got = f"no {', '.join(missing)}" if missing else f"no token {self.token}, which stands for an image"
             raise DataError(where, expected=expected, got=got, remedy=_REMEDY)
-        given, empty = dict(given), self._kind.empty(self._config, self.least_tokens)
-        for name in self.columns:
-            found, usual = given[name], empty[name]
-            alike = (found.dim(), found.is_floating_point()) == (usual.dim(), usual.is_floating_point())
-            if not alike or (found.shape[-1] != usual.shape[-1] and not self._kind.is_masked):
-                raise ValueError(f"{name} of {found.dtype} {tuple(found.shape)}")
+        given = dict(given)
+        self._check_forms(given)
         pixels = self._kind.pixels(given)
         if int(pixels.sum()) != len(given[PIXELS]):
             expected = f"{len(given[PIXELS])} entries of {PIXELS} for {counted(len(pixels), 'image')}"
@@ -152,7 +164,9 @@ class ImageReader:
 
         def inputs(image: int) -> dict[str, Tensor]:
             found, tokens = decode(image), files[image][1]
-            made = int(self._kind.tokens(self._config, found, tokens).sum())
+            with self._naming(where, _OTHER):
+                self._check_forms(found)
+                made = int(self._kind.tokens(self._config, found, tokens).sum())
             if made != tokens:
                 expected, got = f"{made} tokens of an image, as the model makes", f"{tokens} by its image processor"
                 raise DataError(where, expected=expected, got=got, remedy=_OTHER)
@@ -173,7 +187,7 @@ class ImageReader:
 
     def _work_of(self, tokens: int) -> float:
         least = self.least_tokens
-        return tokens // least * self._tower.of(least) if least > 1 else self._tower.of(tokens)
+        return max(1, tokens // least) * self._tower.of(least) if least > 1 else self._tower.of(tokens)
 
     @property
     def least_tokens(self) -> int:
