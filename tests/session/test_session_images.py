@@ -149,8 +149,11 @@ def test_what_a_tower_that_trains_holds_is_predicted_at_the_start(family):
     assert 0.97 < ratio < (1.5 if "qwen3_5" in family else 1.1)
 
 
-def test_a_tower_that_masks_all_pairs_of_patches_runs_image_by_image():
-    """Else its memory grows with the square of all images of a microbatch."""
+def test_a_tower_that_masks_all_pairs_of_patches_runs_image_by_image(tmp_path):
+    """Else its memory grows with the square of all images of a microbatch; one may have a single token."""
+    how = {"steps": [image_rows(image_model("mistral3"), [[2, (4, 4), 3, (2, 2), 3]])], "capacity": 24}
+    work = lambda _rank: both_loops(SGD, model=image_model("mistral3").requires_grad_(True), **how)  # noqa: E731
+    assert max(map(max, in_ranks(in_double(work), 1, tmp_path))) < 1e-11
     model, runs = image_model("mistral3", torch.float32), []
     model.model.vision_tower.register_forward_hook(lambda *_: runs.append(1))
     with Session(model, SGD(model.parameters()), capacity_tokens=100) as session:

@@ -7,7 +7,7 @@ the ranks is exact.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,6 +55,10 @@ def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
             handle.remove()
 
 
+def _twice(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.cat([each, each]) for name, each in inputs.items()}
+
+
 def _same(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -66,15 +70,17 @@ def _features(model: Any, images: MicrobatchImages, *, trains: bool) -> Any:
         if part is not decoder and any(each.device != images.features.device for each in part.parameters()):
             part.to(images.features.device)
     # A store of activations knows only those of layers, so the tower's stay on the device.
-    keeping = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    keeping, kind = torch.autograd.graph.saved_tensors_hooks(_same, _same), KINDS[model.config.model_type]
     with torch.set_grad_enabled(trains and torch.is_grad_enabled()), keeping:
         calls = [images.inputs]
-        if KINDS[model.config.model_type].is_masked:
+        if kind.is_masked:
             parts = zip(*(each.split(1) for each in images.inputs.values()), strict=True)
-            calls = [dict(zip(images.inputs, each, strict=True)) for each in parts]
+            # Twice an image of one token: alone, Hugging Face drops its axis of tokens
+            ones = (dict(zip(images.inputs, each, strict=True)) for each in parts)
+            calls = [_twice(each) if kind.tokens(model.config, each, 1).item() == 1 else each for each in ones]
         found, *others = [model.get_image_features(**each, return_dict=True) for each in calls]
-    if others:
-        found.pooler_output = tuple(each for one in (found, *others) for each in one.pooler_output)
+    if kind.is_masked:
+        found.pooler_output = tuple(one.pooler_output[0] for one in (found, *others))
 
     def kept(each: Any) -> Any:
         if isinstance(each, Tensor):

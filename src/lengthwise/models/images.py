@@ -214,9 +214,6 @@ class ImageReader:
             expected = f"{len(places)} tokens for {counted(len(tokens), 'image')}"
             got = f"{int(tokens.sum())} tokens by {self.columns[-1]}"
             raise DataError(where, expected=expected, got=got, remedy=_CUT)
-        if self._kind.is_masked and bool((tokens == 1).any()):  # whose only axis of tokens it drops
-            expected, got = "images of several tokens: transformers' model fails on fewer", "an image of one token"
-            raise DataError(where, expected=expected, got=got, remedy="Enlarge such images, or take them out.")
         ends, mutual = np.cumsum(tokens.numpy()), _runs(places) if self.mutual != "none" else ()
         return RowImages(
             inputs=inputs,
