@@ -22,6 +22,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is d
 
 SGD = partial(torch.optim.SGD, lr=0.05)
 STEPS = [rows_of([97, 13], 0)]
+PROMPT = torch.arange(40) % 7
+ANSWERS = [  # to one prompt, which is computed once
+    {"input_ids": torch.cat([PROMPT, each]), "labels": torch.cat([torch.full((40,), -100), each])}
+    for each in (torch.arange(number + 3) % 11 + 9 for number in range(8))
+]
 NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
 FP4 = BitsAndBytesConfig(load_in_4bit=True)
 INT8 = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
@@ -45,11 +50,12 @@ def base_of(model):
         (NF4, 2, {"capacity": 64}),
         more(INT8, 2, {"recompute": "layer"}),
         more(FP4, 1, {"recompute": "layer", "capacity": 128}),
+        more(NF4, 2, {"capacity": 128, "offload": {"ratio": 0.5, "store": "disk", "path": "/tmp"}, "steps": [ANSWERS]}),
     ],
 )
 def test_adapters_train_as_in_the_plain_loop(tmp_path, how, ranks, options):
     """The longest row is cut over the ranks. Ranks but 0 begin with other scales, and get those of rank 0."""
-    folder = write_model(tmp_path / "model")
+    folder = write_model(tmp_path / "model", num_hidden_layers=3)
 
     def work(rank):
         model = quantized_model(folder, how, rank)
@@ -57,7 +63,7 @@ def test_adapters_train_as_in_the_plain_loop(tmp_path, how, ranks, options):
         for layer in layers_of(model) if rank else ():
             scales = layer.weight.SCB if how is INT8 else layer.weight.quant_state.absmax
             scales.zero_()
-        found = both_loops(SGD, dtype=torch.float32, model=model, steps=STEPS, **options)
+        found = both_loops(SGD, dtype=torch.float32, model=model, **{"steps": STEPS, **options})
         after = base_of(model)
         return found, all(torch.equal(after[name], each) for name, each in before.items())
 
