@@ -48,6 +48,8 @@ def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
         torch.manual_seed(3)
         text: dict[str, Any] = {"vocab_size": VOCAB}
         others: dict[str, Any] = {"image_token_id": IMAGE}
+        if family == "mistral3":  # as released ones; else no answer of a run would see its images
+            text["sliding_window"] = None
         if family == "gemma4":  # with a tower for images alone
             text |= {"vocab_size_per_layer_input": VOCAB, "use_bidirectional_attention": "vision"}
             text |= {"num_kv_shared_layers": 0}  # else no loss sees what images see in full layers
