@@ -48,7 +48,7 @@ def test_rank_0_alone_holds_towers_and_the_processor_is_saved(tmp_path, layout, 
     monkeypatch.setattr(setup, "open_session", opened_session)
     path = write_run(tmp_path, make_rows(LENGTHS), model=write_whole(tmp_path / "model"), capacity_tokens=64, steps=1)
     output = train(path, "--ranks", 2, "--set", layout)
-    assert "ForConditionalGeneration: rows of text train its text part" in capfd.readouterr().out
+    assert "ForConditionalGeneration: its text part trains" in capfd.readouterr().out
     assert json.loads((output / "model/preprocessor_config.json").read_text()) == {"size": 16}
 
 

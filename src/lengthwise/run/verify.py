@@ -282,10 +282,12 @@ def _expected(
 ) -> tuple[Reference, dict[str, Rounding]]:
     """Compute the reference in one process, and the effect of rounding, by precision, if it decides.
 
-    The reference of bf16 is fp32 at the rounded parameters; the reference of a model with states is fp64.
+    The reference of bf16 is fp32 at the rounded parameters. That of a model with states is fp64, and that of towers that
+    train, whose biases of keys have a gradient of rounding alone.
     """
     first, dtype, config = plain_attention(job.model), DTYPES[job.config.precision], job.model.text
-    exact = "fp64" if job.config.precision == "fp64" or has_states(config) else "fp32"
+    needs_double = has_states(config) or job.model.trains_towers
+    exact = "fp64" if job.config.precision == "fp64" or needs_double else "fp32"
     size = {"heads": config.num_attention_heads, "layers": config.num_hidden_layers}
 
     def gradients_of(precision: str, kernel: str) -> Reference:

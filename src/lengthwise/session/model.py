@@ -145,7 +145,7 @@ def towers_sentence(model: Any) -> str | None:
     if not named:
         return None
     number = sum(each.numel() for each in named.values())
-    return f"{kind}: rows of text train its text part; the other {number:,} parameters stay as they are"
+    return f"{kind}: its text part trains; the other {number:,} parameters stay as they are"
 
 
 def refuse_balance(model: Any, what: str) -> None:
