@@ -10,9 +10,10 @@ from testing.plans import line_to, with_branches
 from testing.strict import StrictWorld
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lengthwise.attention import Opened, convolve_spans, scan_spans, states
+from lengthwise.attention import Opened, convolve_spans, scan_spans
 from lengthwise.attention.halos import Halo
 from lengthwise.attention.mixing import LocalSpans
+from lengthwise.attention.states import Map
 from lengthwise.core.plan import Piece
 from lengthwise.program import Mixing, far_peers, lower_plan
 from properties import costly
@@ -31,21 +32,20 @@ class TokenByToken:
         opened = self.open(tokens, lengths)
         if before is None:
             before = torch.zeros_like(opened.b)
-        readers, after = opened.reader.split(lengths, 1), states_after(self, opened, before)
+        readers = opened.reader.split(lengths, 1)
+        after = Map(opened.a, opened.b, self.is_matrix)(before) if states else None
         out = torch.cat([self.read(*each) for each in zip(readers, before.split(1), strict=True)], 1)
-        return opened.out + out, after if states else None
+        return opened.out + out, after
 
     def open(self, tokens, lengths):
         outs, readers, factors, lasts = [], [], [], []
+        times = torch.matmul if self.is_matrix else torch.mul
         for a, b, q in zip(*(tokens[name].split(lengths, 1) for name in "abq"), strict=True):
             state = b.new_zeros(1, HEADS, KEY, VALUE)
             through = torch.eye(KEY, dtype=b.dtype).expand(1, HEADS, -1, -1)
             factor = through if self.is_matrix else b.new_ones(1, HEADS, 1, 1)
             for t in range(b.shape[1]):
-                state, factor = (
-                    (a[:, t] @ state if self.is_matrix else a[:, t] * state) + b[:, t],
-                    (a[:, t] @ factor if self.is_matrix else a[:, t] * factor),
-                )
+                state, factor = times(a[:, t], state) + b[:, t], times(a[:, t], factor)
                 outs.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state)[:, None])
                 readers.append((q[:, t, :, None] @ (factor if self.is_matrix else factor * through))[:, None])
             factors.append(factor)
@@ -58,22 +58,13 @@ class TokenByToken:
         return torch.einsum("bthok,bhkv->bthv", reader, state)
 
 
-def states_after(scan, opened, before):
-    return states.Map(opened.a, opened.b, scan.is_matrix)(before)
-
-
-def whole_text(scan):
-    return lambda x: scan.run(x, [x["a"].shape[1]])[0]
-
-
 def drawn_tokens(length, is_matrix, seed):
     draw = torch.Generator().manual_seed(seed)
     shapes = {"a": (KEY, KEY) if is_matrix else (1, 1), "b": (KEY, VALUE), "q": (KEY,)}
     tokens = {n: torch.randn(1, length, HEADS, *s, generator=draw, dtype=torch.float64) for n, s in shapes.items()}
     tokens["a"] *= 0.4
-    return {name: x.requires_grad_() for name, x in tokens.items()}, torch.randn(
-        1, length, HEADS, VALUE, generator=draw, dtype=torch.float64
-    )
+    grad = torch.randn(1, length, HEADS, VALUE, generator=draw, dtype=torch.float64)
+    return {name: x.requires_grad_() for name, x in tokens.items()}, grad
 
 
 def on_ranks(plan, rows, compute):
@@ -138,7 +129,7 @@ def test_any_plan_gives_each_token_the_state_of_its_own_text(is_matrix, choose, 
 def check_scan(plan, is_matrix):
     scan = TokenByToken(is_matrix)
     rows = [drawn_tokens(length, is_matrix, seed) for seed, length in enumerate(plan.tokens)]
-    check(plan, rows, lambda spans, x: scan_spans(spans, x, scan), whole_text(scan))
+    check(plan, rows, lambda spans, x: scan_spans(spans, x, scan), lambda x: scan.run(x, [x["a"].shape[1]])[0])
 
 
 def convolution(width):
@@ -168,21 +159,11 @@ def test_any_plan_convolves_within_each_text(width, choose, ranks, count):
     )
 
 
-# One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state.
-EMPTY = make_plan(
-    3,
-    (9, 1, 4, 17),
-    [
-        Piece(ranks=(0, 1, 2), sequences=(0,), shares=(1.0, 0.0, 1.0)),
-        Piece(ranks=(2, 1, 0), sequences=(1,)),
-        Piece(ranks=(1,), sequences=(2,)),
-        Piece(ranks=(0, 2, 1), sequences=(3,)),  # whose maps do not commute
-    ],
-)
-
-
 def test_ranks_with_empty_spans_take_part_in_backward():
-    check_scan(EMPTY, is_matrix=True)
+    """One token over three ranks, and a rank that holds nothing of a ring: no output of theirs reads a state."""
+    given = ((0, 1, 2), (1.0, 0.0, 1.0)), ((2, 1, 0), None), ((1,), None), ((0, 2, 1), None)  # maps do not commute
+    pieces = [Piece(ranks=ranks, sequences=(i,), shares=shares) for i, (ranks, shares) in enumerate(given)]
+    check_scan(make_plan(3, (9, 1, 4, 17), pieces), is_matrix=True)
 
 
 def test_a_rank_sends_one_state_and_one_map_a_pass_whatever_the_length():
@@ -216,7 +197,7 @@ def test_maps_do_not_multiply_in_tf32():
             return function(*arguments, **(named or {}))
 
     a, b, state = (torch.randn(HEADS, KEY, each) for each in (KEY, VALUE, VALUE))
-    step = states.Map(a, b, True)
+    step = Map(a, b, True)
     with Products():
         results = step(state), *step.after(step)[:2], step.transposed(b)(state), step.grad_of_a(b, state)
     assert found == [torch.float64] * 5

@@ -4,6 +4,7 @@ Hugging Face in the first step, and a saved model that opens and has learned."""
 import json
 import re
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -39,47 +40,29 @@ _KEYS_ARE_VALUES = {**_GLOBAL, "attention_k_eq_v": True, "num_global_key_value_h
 _KEYS_ARE_VALUES |= {"hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
 
 # By a name: (model_type of the whole, or None; that of the text part; changes of the text part, as released).
+_QWEN2 = {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}
+_ALONE = ("qwen3", "ministral", "gpt_oss", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gemma3_text", "olmo3", "phi3")
+_ALONE += ("gemma2", "qwen3_next", "kimi_linear", "olmo_hybrid", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1")
+_ALONE += ("lfm2", "lfm2_moe")
+_OF_OWN_TEXT = ("qwen3_5", "qwen3_5_moe", "gemma3", "qwen3_vl", "qwen2_5_vl", "glm4v_moe")
 FAMILIES = {
-    "qwen3": (None, "qwen3", {}),
+    **{name: (None, name, {}) for name in _ALONE},
     "qwen3, tied": (None, "qwen3", TIED),
-    "qwen2": (None, "qwen2", {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}),
+    "qwen2": (None, "qwen2", _QWEN2),
     "llama": (None, "llama", {"rope_parameters": ROPES["llama3"]}),
     "mistral": (None, "mistral", {"sliding_window": None}),
-    "ministral": (None, "ministral", {}),
     "mixtral": (None, "mixtral", {"sliding_window": None}),
-    "gpt_oss": (None, "gpt_oss", {}),
     "qwen3_moe": (None, "qwen3_moe", {"mlp_only_layers": []}),
-    "deepseek_v3": (None, "deepseek_v3", {}),
-    "glm4_moe": (None, "glm4_moe", {}),
-    "glm4_moe_lite": (None, "glm4_moe_lite", {}),
-    "gemma3_text": (None, "gemma3_text", {}),
-    "olmo3": (None, "olmo3", {}),
-    "phi3": (None, "phi3", {}),
-    "gemma2": (None, "gemma2", {}),
-    "qwen3_5": ("qwen3_5", "qwen3_5_text", {}),
-    "qwen3_5_moe": ("qwen3_5_moe", "qwen3_5_moe_text", {}),
-    "gemma3": ("gemma3", "gemma3_text", {}),
+    **{name: (name, f"{name}_text", {}) for name in _OF_OWN_TEXT},
     "gemma4": ("gemma4", "gemma4_text", _PER_LAYER),
     "gemma4, keys are values": ("gemma4", "gemma4_text", _KEYS_ARE_VALUES),
     "gemma4, experts": ("gemma4", "gemma4_text", {**_KEYS_ARE_VALUES, "enable_moe_block": True}),
     "gemma4_text": (None, "gemma4_text", _PER_LAYER),
     "mistral3": ("mistral3", "mistral", {"sliding_window": None}),
     "mistral3, ministral3": ("mistral3", "ministral3", {}),
-    "qwen3_vl": ("qwen3_vl", "qwen3_vl_text", {}),
-    "qwen2_5_vl": ("qwen2_5_vl", "qwen2_5_vl_text", {}),
     "kimi_k25": ("kimi_k25", "deepseek_v3", {}),
-    "glm4v_moe": ("glm4v_moe", "glm4v_moe_text", {}),
-    "internvl": ("internvl", "qwen2", {"use_sliding_window": False, "layer_types": ["full_attention"] * 2}),
+    "internvl": ("internvl", "qwen2", _QWEN2),
     "internvl, experts": ("internvl", "qwen3_moe", {}),
-    "qwen3_next": (None, "qwen3_next", {}),
-    "kimi_linear": (None, "kimi_linear", {}),
-    "olmo_hybrid": (None, "olmo_hybrid", {}),
-    "nemotron_h": (None, "nemotron_h", {}),
-    "granitemoehybrid": (None, "granitemoehybrid", {}),
-    "bamba": (None, "bamba", {}),
-    "falcon_h1": (None, "falcon_h1", {}),
-    "lfm2": (None, "lfm2", {}),
-    "lfm2_moe": (None, "lfm2_moe", {}),
 }
 
 
@@ -90,9 +73,8 @@ def rows():
     for chat in chats(6)["messages"]:
         made = tokenizer().apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
         ids, mask = made["input_ids"], made["assistant_masks"]
-        found.append(
-            {"input_ids": ids, "labels": [each if kept else -100 for each, kept in zip(ids, mask, strict=True)]}
-        )
+        labels = [each if kept else -100 for each, kept in zip(ids, mask, strict=True)]
+        found.append({"input_ids": ids, "labels": labels})
     return found
 
 
@@ -139,9 +121,8 @@ def run_file(folder, model, **keys):
 
 
 def by_train(model, folder):
-    output = train(
-        run_file(folder, model, eval={"data": [{"path": "chats.jsonl"}], "every_steps": 1}), "--ranks", RANKS
-    )
+    evaluation = {"data": [{"path": "chats.jsonl"}], "every_steps": 1}
+    output = train(run_file(folder, model, eval=evaluation), "--ranks", RANKS)
     return *(read_lines(output / f"{name}.jsonl")[-1]["loss"] for name in ("metrics", "eval")), output / "model"
 
 
@@ -194,20 +175,11 @@ def by_sft(model, folder):
 
 
 DOORS = {"train": by_train, "session": by_session, "trainer": by_trainer, "sft": by_sft}
-DEFAULT = {
-    ("gemma4", "train"),
-    ("gemma4", "sft"),
-    ("qwen3_moe", "session"),
-    ("lfm2", "trainer"),
-}
+DEFAULT = {("gemma4", "train"), ("gemma4", "sft"), ("qwen3_moe", "session"), ("lfm2", "trainer")}
+CELLS = [cell if cell in DEFAULT else more(*cell) for cell in product(FAMILIES, DOORS)]
 
 
-def cases(*doors):
-    cells = [(name, door) for name in FAMILIES for door in doors]
-    return [cell if cell in DEFAULT else more(*cell) for cell in cells]
-
-
-@pytest.mark.parametrize(("name", "door"), cases(*DOORS))
+@pytest.mark.parametrize(("name", "door"), CELLS)
 def test_the_first_loss_is_that_of_plain_hugging_face_and_what_is_saved_has_learned(name, door, folder_of, tmp_path):
     folder = folder_of(name)
     before, after, saved = DOORS[door](folder, tmp_path)
@@ -218,11 +190,8 @@ def test_the_first_loss_is_that_of_plain_hugging_face_and_what_is_saved_has_lear
     assert after < before
     found, given = own.state_dict(), plain.state_dict()
     assert found.keys() == given.keys()
-    towers = (
-        [name for name in given if not re.match(r"(model\.language_model|lm_head)\.", name)]
-        if FAMILIES[name][0]
-        else []
-    )
+    of_text = r"(model\.language_model|lm_head)\." if FAMILIES[name][0] else ""
+    towers = [each for each in given if not re.match(of_text, each)]
     assert all(torch.equal(found[each], given[each]) for each in towers)
     assert bool(towers) == bool(FAMILIES[name][0])
 

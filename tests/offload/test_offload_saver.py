@@ -113,13 +113,11 @@ LAYERS, WIDTH, ROWS = 6, 64, 50
 
 def make_model(layers=LAYERS):
     torch.manual_seed(0)
-    return torch.nn.Sequential(
-        *(
-            torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.SiLU(),
-                                torch.nn.Linear(3 * WIDTH, WIDTH))
-            for _ in range(layers)
-        )
-    )  # fmt: skip
+    parts = []
+    for _ in range(layers):
+        wide = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.SiLU(), torch.nn.Linear(3 * WIDTH, WIDTH)
+        parts += [torch.nn.LayerNorm(WIDTH), *wide]
+    return torch.nn.Sequential(*parts)
 
 
 def inputs(rows=ROWS):
@@ -127,15 +125,12 @@ def inputs(rows=ROWS):
 
 
 def gradients(model, x, saver=None):
+    """Return the loss and the gradients, one after the other."""
     model.zero_grad(set_to_none=True)
     with contextlib.nullcontext() if saver is None else saver.saving():
         loss = model(x).square().sum()
     loss.backward()
-    return [loss.detach(), *(each.grad for each in model.parameters())]
-
-
-def same(got, want):
-    return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    return torch.cat([each.flatten() for each in (loss.detach(), *(each.grad for each in model.parameters()))])
 
 
 def counted(model, x):
@@ -146,20 +141,16 @@ def counted(model, x):
 
 def offloading(model, x, store, share, layers=LAYERS):
     everything = counted(model, x)
-    return ActivationSaver(
-        store,
-        stays=parameter_storages(model),
-        offload_bytes=round(share * everything),
-        layer_bytes=everything // layers,
-        window_bytes=2 * everything // layers,
-    )
+    sizes = {"layer_bytes": everything // layers, "window_bytes": 2 * everything // layers}
+    stays = parameter_storages(model)
+    return ActivationSaver(store, stays=stays, offload_bytes=round(share * everything), **sizes)
 
 
 @given(share=st.floats(0, 1), rows=st.integers(1, 200), layers=st.integers(1, 7))
 def test_any_share_goes_to_the_byte_and_changes_no_bit(share, rows, layers):
     model, x, store = make_model(layers), inputs(rows), CountingStore()
     saver = offloading(model, x, store, share, layers)
-    assert same(gradients(model, x, saver), gradients(model, x))
+    assert torch.equal(gradients(model, x, saver), gradients(model, x))
     everything, all_that_goes = counted(model, x), CountingStore()
     gradients(model, x, offloading(model, x, all_that_goes, 1.0, layers))
     assert saver.totals.offloaded_bytes == store.put_bytes
@@ -170,47 +161,33 @@ def test_any_share_goes_to_the_byte_and_changes_no_bit(share, rows, layers):
 
 
 def test_backward_never_has_more_on_the_device_than_its_window():
-    model, x, store = make_model(), inputs(), CountingStore()
-    saver = offloading(model, x, store, 1.0)
-    everything = counted(model, x)
-    held, most, sizes = 0, 0, {}
-    put, begun = store.put, store.events
+    model, x, store, sizes = make_model(), inputs(), CountingStore(), []
+    put = store.put
 
     def put_and_note(values):
-        sizes[len(sizes)] = values.numel()
+        sizes.append(values.numel())
         return put(values)
 
     store.put = put_and_note
-    gradients(model, x, saver)
-    for what, number in begun:
-        if what == "fetch":
-            held += sizes[number]
-            most = max(most, held)
-        elif what == "take":
-            held -= sizes[number]
-    assert 0 < most <= 2 * everything // LAYERS
+    gradients(model, x, offloading(model, x, store, 1.0))
+    change = {"put": 0, "fetch": 1, "take": -1}
+    held = itertools.accumulate(change[what] * sizes[number] for what, number in store.events)
+    assert 0 < max(held) <= 2 * counted(model, x) // LAYERS
 
 
 def test_parameters_small_tensors_and_what_all_layers_share_stay():
-    weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH))
     table = torch.randn(ROWS, WIDTH)  # as rotary embeddings: every layer saves it
 
-    class Model(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = weight
-
+    class Model(torch.nn.Linear):
         def forward(self, x):
             shared = table * 1.0
             for _ in range(LAYERS):
                 x = torch.tanh(x @ self.weight) * shared
             return x
 
-    model, x = Model(), inputs().requires_grad_()
-    store = CountingStore()
+    model, x, store = Model(WIDTH, WIDTH, bias=False), inputs().requires_grad_(), CountingStore()
     saver = offloading(model, x, store, 1.0)
-    assert same(gradients(model, x, saver), gradients(model, x))
-    taken_back = table.nbytes
-    assert saver.totals.offloaded_bytes == store.put_bytes - taken_back
+    assert torch.equal(gradients(model, x, saver), gradients(model, x))
+    assert saver.totals.offloaded_bytes == store.put_bytes - table.nbytes  # which was taken back
     takes = [number for what, number in store.events if what == "take"]
     assert len(takes) == len(set(takes)) == sum(what == "put" for what, _ in store.events) - 1

@@ -12,7 +12,7 @@ from lengthwise.core.errors import PlanError
 from lengthwise.cost import named_hardware, named_shape
 from lengthwise.report.page import simulation_page
 from lengthwise.report.simulation import COLUMNS, closing_sentences, result_rows, simulation_json
-from lengthwise.simulator import Best, Found, RankMesh, Scenario, best_mesh, compare
+from lengthwise.simulator import RankMesh, Scenario, best_mesh, compare
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 BATCHES = [[60_000, *[2000] * 30, 1], [30_000, 7, *[5000] * 15]]
@@ -83,10 +83,11 @@ def test_page_loads_nothing_and_runs_nothing(detailed) -> None:
 
 
 def test_page_escapes_what_comes_from_outside(detailed) -> None:
-    named = {
-        name: tuple(_named(each, HOSTILE) for each in getattr(detailed, name))
-        for name in ("rivals", "layouts", "planners")
-    }
+    named = {}
+    for kind in ("rivals", "layouts", "planners"):
+        rows = getattr(detailed, kind)
+        founds = [each.found and replace(each.found, planner=HOSTILE) for each in rows]
+        named[kind] = tuple(replace(a, planner=HOSTILE, found=b) for a, b in zip(rows, founds, strict=True))
     told = {"about": HOSTILE, "sentence": HOSTILE, "notes": [HOSTILE], "verdict": HOSTILE, "remarks": [HOSTILE]}
     page = _page(replace(detailed, **named), **told)
     assert "<img" not in page
@@ -118,11 +119,6 @@ def test_rows_json_and_table_say_the_same(found, detailed) -> None:
     assert list(simulation_json(replace(detailed, planners=(unheld, found[1])), {})["refused"]) == ["static"]
 
 
-def _compared(found: list[Best], theirs: tuple[float, ...], ours: tuple[float, ...]) -> list[Best]:
-    """Let static take these seconds on the batches, and lengthwise those."""
-    return [replace(each, found=_found(each.found, took)) for each, took in zip(found, (theirs, ours), strict=True)]
-
-
 @pytest.mark.parametrize(
     ("theirs", "ours", "told"),
     [
@@ -133,20 +129,11 @@ def _compared(found: list[Best], theirs: tuple[float, ...], ours: tuple[float, .
     ],
 )
 def test_closing_sentences_say_where_there_is_no_gain(found, theirs, ours, told: str) -> None:
-    said = closing_sentences(_compared(found, theirs, ours), "12 GPUs")
+    changed = []
+    for best, seconds in zip(found, (theirs, ours), strict=True):
+        took = zip(best.found.steps, seconds, strict=True)
+        steps = tuple(replace(step, step_seconds=each, ideal_seconds=1.0) for step, each in took)
+        changed.append(replace(best, found=replace(best.found, steps=steps)))
+    said = closing_sentences(changed, "12 GPUs")
     assert told in said
     assert said.count("fewer GPU hours") == ("fewer" in told)
-
-
-def _found(found: Found, took: tuple[float, ...], **changes) -> Found:
-    """Let batch i take `took[i]` seconds, a second of it the ideal."""
-    steps = tuple(
-        replace(step, step_seconds=seconds, ideal_seconds=1.0) for step, seconds in zip(found.steps, took, strict=True)
-    )
-    return replace(found, steps=steps, **changes)
-
-
-def _named(best: Best, planner: str) -> Best:
-    """Return it with another name of the planner."""
-    found = best.found and replace(best.found, planner=planner)
-    return replace(best, planner=planner, found=found)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 
 from lengthwise.core.shape import Cluster
-from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
 from lengthwise.planner import PlanOptions
 from lengthwise.program import check_plan
@@ -52,20 +51,15 @@ def run(tokens, scenario, layout, held, kind, how=None) -> Found:
     return found
 
 
-@pytest.fixture(scope="module")
-def rows() -> dict[str, Found]:
+def test_comparison_has_each_way_at_settings_that_fit() -> None:
     compared = compare(BATCHES, FEW)
     assert compared.best_other in compared.rows[:-1]
-    return {row.planner: row.found for row in compared.rows if row.found}
-
-
-def test_comparison_has_each_way_at_settings_that_fit(rows) -> None:
+    rows = {row.planner: row.found for row in compared.rows if row.found}
     # With powers of two the model is whole: no room.
     assert list(rows) == [PADDED, PACKED, PADDED_RINGS, ONE_RING, BY_WORK, OURS]
-    rings = rows[PADDED_RINGS].first_plan
-    assert {piece.degree for each in rings.microbatches for piece in each.pieces} == {
-        rows[PADDED_RINGS].mesh.lock_step.degree
-    }
+    rings = rows[PADDED_RINGS]
+    degrees = {piece.degree for each in rings.first_plan.microbatches for piece in each.pieces}
+    assert degrees == {rings.mesh.lock_step.degree}
     for found in rows.values():
         assert len(found.step_seconds) == 2
         assert 0 < found.most("memory_bytes") <= H100.device_bytes
@@ -116,21 +110,16 @@ def test_completions_of_a_prompt_follow_each_other_longest_first() -> None:
     assert (shared.order, shared.common) == ((1, 0, 2, 3, 4), (0, 19, 0, 19, 0))
 
 
-def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest() -> None:
-    """Two nodes have three layouts. On one node a hybrid would be zero3."""
-    found = compare([[30_000, *[2000] * 16]], Scenario(shape=SHAPE, hardware=H100, devices=16, kinds=("layer",)))
+def test_our_row_is_the_layout_that_runs_take_which_is_the_fastest_by_the_same_seconds() -> None:
+    """Two nodes have three layouts. On one node a hybrid would be zero3. To the bit: `shard: auto` uses them, too."""
+    batch, scenario = [30_000, *[2000] * 16], Scenario(shape=SHAPE, hardware=H100, devices=16, kinds=("layer",))
+    found = compare([batch], scenario)
+    estimated = layout_seconds(batch, scenario.cost_of(RankMesh()), H100.device_bytes, kinds=scenario.kinds)
+    assert all(row.found.step_seconds[0] == estimated(row.found.setting.memory) for row in found.layouts)
     assert [row.found.mesh.layout for row in found.layouts] == list(LAYOUTS)
     assert found.ours.found.mean_seconds == min(row.found.mean_seconds for row in found.layouts)
     assert found.ours.found.mesh.layout == found.auto == "zero3"  # zero1 fits, too, and takes longer
     assert any("zero1 " in note and "`shard: auto` takes zero3" in note for note in answer_notes(found))
-
-
-def test_a_layout_takes_in_its_row_what_a_run_estimates_for_it() -> None:
-    """To the bit: `shard: auto` of a run and of the answer choose by the same seconds."""
-    scenario = Scenario(shape=SHAPE, hardware=H100, devices=16, kinds=("layer",))
-    estimated = layout_seconds(BATCHES[0], scenario.cost_of(RankMesh()), H100.device_bytes, kinds=scenario.kinds)
-    for row in compare_layouts(BATCHES[:1], scenario):
-        assert row.found.step_seconds[0] == estimated(row.found.setting.memory)
 
 
 def test_a_hybrid_recomputes_more_before_it_offloads() -> None:
@@ -163,29 +152,14 @@ def test_comparison_says_what_a_gpu_holds_where_a_sequence_is_too_long() -> None
 
 
 def test_an_optimizer_on_the_host_makes_room_in_all_ways_and_takes_time() -> None:
-    large = Scenario(shape=named_shape("qwen3-32b"), hardware=H100, devices=8)
+    large, on_host = replace(NODE, shape=named_shape("qwen3-32b")), replace(NODE, offloads=True)
     assert not large.held("zero3")
     assert replace(large, offloads=True).held("zero3")
-    on_gpus = Scenario(shape=SHAPE, hardware=H100, devices=8)
-    on_host = replace(on_gpus, offloads=True)
     seconds = 40 * SHAPE.total_params / 8 / (300e9 / 8)  # 40 bytes a parameter, at a device's share of host memory
     for layout, how in (("zero3", LockStep(degree=4)), ("zero1", None), ("zero3", None)):
-        ran = [run(BATCHES[0], each, layout, 8192, "layer", how).steps[0] for each in (on_gpus, on_host)]
+        ran = [run(BATCHES[0], each, layout, 8192, "layer", how).steps[0] for each in (NODE, on_host)]
         assert ran[1].step_seconds - ran[0].step_seconds == pytest.approx(seconds)
         assert ran[1].memory_bytes < ran[0].memory_bytes
-
-
-LINEAR = Cost(linear_seconds=1.0, fixed_seconds=0.5)
-
-
-def _step(how: LockStep, tokens: list[int], ranks: int, capacity: int, recompute: str = "none") -> Timeline:
-    """Plan and simulate one step; the planner says what is simulated."""
-    cluster, options = Cluster(ranks=ranks, capacity_tokens=capacity), PlanOptions(recompute=recompute)
-    plan = how(tokens, cluster, LINEAR, options)
-    check_plan(plan)
-    timeline = simulate_plan(plan, LINEAR)
-    assert plan.notes["predicted_seconds"] == pytest.approx(timeline.step_seconds)
-    return timeline
 
 
 def test_traffic_is_bytes_over_links() -> None:
@@ -203,31 +177,25 @@ def test_traffic_is_bytes_over_links() -> None:
     assert adapters.rest_reduce_seconds == 0
 
 
-def test_lock_step_waits_for_the_slowest_of_every_microbatch() -> None:
-    """Three microbatches on two devices: 10 and 4 side by side, then 6 alone; each costs half a second more."""
-    run = _step(LockStep(size=1), [10, 4, 6], 2, 10)
-    assert sorted(run.start.tolist()) == pytest.approx([0.0, 0.0, 10.5])
-    assert sorted(run.end.tolist()) == pytest.approx([4.5, 10.5, 17.0])
-    assert run.step_seconds == pytest.approx(17.0)
-    assert run.held_tokens.max() == 10
+def test_lock_step_waits_for_the_slowest_of_every_microbatch_which_is_cut_over_the_same_ranks() -> None:
+    """Three on two devices: 4 and 10 side by side, then 6 alone; each costs half a second more. Then rings of two."""
+    cost, whole, rings = Cost(linear_seconds=1.0, fixed_seconds=0.5), LockStep(size=1), LockStep(size=1, degree=2)
+    alone, together = [(0, 4.5), (0, 10.5), (10.5, 17)], [(0, 2.5), (0, 2.5), (0, 5.5), (0, 5.5)]
+    for how, tokens, ranks, expected, held in ((whole, [4, 10, 6], 2, alone, 10), (rings, [10, 4], 5, together, 5)):
+        plan = how(tokens, Cluster(ranks=ranks, capacity_tokens=10), cost, PlanOptions(recompute="none"))
+        check_plan(plan)
+        took = simulate_plan(plan, cost)
+        assert sorted(took.start.tolist()) == pytest.approx([start for start, _ in expected])
+        assert sorted(took.end.tolist()) == pytest.approx([end for _, end in expected])
+        assert plan.notes["predicted_seconds"] == pytest.approx(took.step_seconds)
+        assert took.step_seconds == pytest.approx(expected[-1][1])
+        assert took.held_tokens.max() == held
 
 
-def test_lock_step_cuts_every_microbatch_over_the_same_ranks() -> None:
-    run = _step(LockStep(size=1, degree=2), [10, 4], 5, 10)
-    assert sorted(zip(run.rank.tolist(), run.end.tolist(), strict=True)) == [(0, 5.5), (1, 5.5), (2, 2.5), (3, 2.5)]
-    assert run.held_tokens.max() == 5
-
-
-def test_padding_fills_up_to_the_longest_of_a_microbatch() -> None:
+def test_padding_fills_up_to_the_longest_of_a_microbatch_and_packing_keeps_sequences_whole() -> None:
     assert padded([3, 9, 5, 1, 2], 2, by_length=False) == [[9, 9], [5, 5], [2]]
     assert padded([3, 9, 5, 1, 2], 2, by_length=True) == [[9, 9], [3, 3], [1]]
-
-
-def test_packing_keeps_sequences_whole_and_packs_full() -> None:
-    tokens = [6, 5, 4, 3, 2, 7, 8, 1]
-    packs = packed(tokens, 9)
-    assert sorted(length for pack in packs for length in pack) == sorted(tokens)
+    packs = packed(range(1, 9), 9)
+    assert sorted(length for pack in packs for length in pack) == [*range(1, 9)]
     assert [sum(pack) for pack in packs] == [9, 9, 9, 9]
-    assert packed(tokens, 9) == packs
-    with_long = packed([9, 9, 1], 9)
-    assert sorted(map(sum, with_long)) == [1, 9, 9]
+    assert sorted(map(sum, packed([9, 9, 1], 9))) == [1, 9, 9]
