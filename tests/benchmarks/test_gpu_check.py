@@ -40,10 +40,11 @@ def python(code):
 
 
 @pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of torch.compile's own import
 def test_all_tables_run_tiny_on_the_cpu_and_make_the_page(tmp_path, monkeypatch):
     folder, page = tmp_path / "found", tmp_path / "page.md"
     page.write_text(PAGE)
-    names = set(gpu_check.TABLES) - {"many"}  # of many processes: test_gpu_many
+    names = set(gpu_check.TABLES) - {"many"}  # of many processes
     check(monkeypatch, *names, "--here", "--out", folder, "--page", page, *OPTIONS)
     text, found = page.read_text(), {row["table"] for row in read_rows(folder)}
     for table, title in TITLES.items():
