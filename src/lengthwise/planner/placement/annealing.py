@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, sub
 
 from lengthwise.core.held import held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
@@ -27,30 +27,31 @@ _PLACED = 12_000  # pieces placed per round and start: fewer tries if there are 
 _PATIENCE = 900  # tries without a better plan, after which a run ends
 _WARMTH = 0.04  # share of the makespan that a change may cost at first
 
-State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in the order in which they are placed
+Cut = tuple[int, tuple[int, ...]]  # a piece: its degree and its sequences
+State = list[Cut]  # in the order in which they are placed
+Beside = tuple[int, int]  # tokens that fit beside the ring that a rank ran last, and the number of its microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and its makespan.
+    """A placed state: (first rank, its end, what it leaves beside it) of each piece, and its makespan.
 
     compared_seconds: measure of tries: the makespan plus the mean time at which ranks are done.
     """
 
-    pieces: list[tuple[int, int, tuple[int, ...], int]]
-    makespan_seconds: float
-    compared_seconds: float
+    state: State
+    pieces: list[tuple[int, float, Beside]]
+    makespan_seconds: float = math.inf
+    compared_seconds: float = math.inf
 
 
 def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_seconds: float) -> list[Microbatch]:
     """Improve a plan of intervals by trying changes; return it unchanged if none helps."""
     search = Annealing(request)
-    state = [(piece.degree, piece.sequences) for microbatch in microbatches for piece in microbatch.pieces]
-    best = search.place(state)
+    best = search.place([(piece.degree, piece.sequences) for each in microbatches for piece in each.pieces])
     for _ in range(_ROUNDS):
-        layouts = best, search.run(state), search.run(search.all_in_rings())
+        layouts = best, search.run(best.state), search.run(search.all_in_rings())
         best = min(layouts, key=attrgetter("makespan_seconds"))
-        state = [(degree, sequences) for _, degree, sequences, _ in best.pieces]
     return _write(best, request) if best.makespan_seconds < makespan_seconds * (1 - NEARLY) else list(microbatches)
 
 
@@ -63,9 +64,9 @@ class Annealing:
         self.launch = [request.cost.fixed_seconds / speed for speed in self.speeds]
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
         self._at_speed = cache(request.cost.at_speed)
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[list[float], int, int]] = {}
-        self._placed: dict[tuple[tuple[int, tuple[int, ...]], ...], Placement] = {}
-        self._fits: dict[tuple[int, tuple[int, ...]], bool] = {}
+        self._known: dict[Cut, tuple[list[float], int, int, float]] = {}
+        self._placed: dict[tuple[Cut, ...], Placement] = {}
+        self._fits: dict[Cut, bool] = {}
 
     def run(self, state: State) -> Placement:
         """Try changes; return the best placement seen."""
@@ -74,14 +75,14 @@ class Annealing:
         allowed = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS * len(self.request.tokens))
         tries = int(min(_TRIES, _PLACED // len(state), allowed))
         for number in range(tries):
-            changed = self.change(state)
+            changed = self.change(current.state)
             if changed is None:
                 continue
             warmth = _WARMTH * (1 - number / tries) ** 2
             allowed = current.compared_seconds * (1 - warmth * math.log(1 - self.choose.random()))
-            layout = self.place(changed, allowed)
+            layout = self.place(changed, allowed, current)
             if layout.compared_seconds <= allowed:
-                state, current = changed, layout
+                current = layout
                 if layout.makespan_seconds < best.makespan_seconds:
                     best, found = layout, number
             if number - found > _PATIENCE:
@@ -136,41 +137,47 @@ class Annealing:
         new[min(place, len(new)) : 0] = dealt
         return new
 
-    def place(self, state: State, allowed: float = math.inf) -> Placement:
-        """Place the pieces of a state in order, as far as the line compares within `allowed`; tries often repeat."""
+    def place(self, state: State, allowed: float = math.inf, like: Placement | None = None) -> Placement:
+        """Place the pieces of a state in order, as long as it may compare within `allowed`; tries often repeat.
+
+        like: another placement, whose first pieces may be the same ones.
+        """
         key = tuple(state)
         if key in self._placed:
             return self._placed[key]
-        free = [0.0] * self.ranks
-        beside = [(0, -1)] * self.ranks  # tokens that fit beside the ring that a rank ran last, and its number
-        pieces: list[tuple[int, int, tuple[int, ...], int]] = []
-        for number, piece in enumerate(state):
-            took, tokens, room = self._known.get(piece) or self._price(piece)
-            degree, sequences = piece
+        free, beside = [0.0] * self.ranks, [(0, -1)] * self.ranks
+        pieces = [] if like is None else like.pieces[: _alike(state, like.state)]
+        for (degree, _), (first, end, leaves) in zip(state, pieces, strict=False):
+            free[first : first + degree], beside[first : first + degree] = [end] * degree, [leaves] * degree
+        rest = [(piece, self._known.get(piece) or self._price(piece)) for piece in state[len(pieces) :]]
+        left = sum(least for _, (*_, least) in rest)  # rank-seconds, at least, of those that are not placed yet
+        last = max(free)
+        for (degree, _), (took, tokens, room, least) in rest:
+            mean = (sum(free) + left) / self.ranks
+            if max(last, mean) + mean > allowed * (1 + NEARLY):
+                return Placement(state=state, pieces=pieces)
             if degree == 1:
                 rows = zip(free, took, self.launch, beside, strict=True)
                 ends = [at + seconds - launch * (tokens <= room) for at, seconds, launch, (room, _) in rows]
                 end = min(ends)
                 first = ends.index(end)
                 room, ring = beside[first]
-                beside[first] = (room - tokens, ring) if tokens <= room else (0, number)
-                free[first] = end
+                leaves = (room - tokens, ring) if tokens <= room else (0, len(pieces))
+                free[first], beside[first] = end, leaves
             else:
                 ends = [max(free[first : first + degree]) + seconds for first, seconds in enumerate(took)]
                 end = min(ends)
-                first = ends.index(end)
+                first, leaves = ends.index(end), (room, len(pieces))
                 if ends.count(end) > 1:
-                    places = (place for place, at in enumerate(ends) if at == end)
-                    first = max(places, key=lambda place: (sum(free[place : place + degree]), -place))
-                free[first : first + degree] = [end] * degree
-                beside[first : first + degree] = [(room, number)] * degree
-            pieces.append((first, degree, sequences, beside[first][1]))
-            if max(free) + sum(free) / self.ranks > allowed * (1 + NEARLY):  # later pieces only add to it
-                break
-        compared = max(free) + sum(free) / self.ranks
-        layout = Placement(pieces=pieces, makespan_seconds=max(free), compared_seconds=compared)
-        if len(pieces) == len(state):
-            self._placed[key] = layout
+                    places = [place for place, at in enumerate(ends) if at == end]
+                    waits = [sum(free[place : place + degree]) for place in places]
+                    first = places[waits.index(max(waits))]
+                free[first : first + degree], beside[first : first + degree] = [end] * degree, [leaves] * degree
+            pieces.append((first, end, leaves))
+            last, left = max(last, end), left - least
+        compared = last + sum(free) / self.ranks
+        layout = Placement(state=state, pieces=pieces, makespan_seconds=last, compared_seconds=compared)
+        self._placed[key] = layout
         return layout
 
     def all_in_rings(self) -> State:
@@ -185,8 +192,11 @@ class Annealing:
                 state.append((self.ranks, (i,)))
         return state
 
-    def _price(self, piece: tuple[int, tuple[int, ...]]) -> tuple[list[float], int, int]:
-        """Return a piece's seconds with launch at each first rank, its tokens, and those that fit beside it."""
+    def _price(self, piece: Cut) -> tuple[list[float], int, int, float]:
+        """Return a piece's seconds with launch at each first rank, its tokens, and those that fit beside it.
+
+        The last is the least of its rank-seconds, at the fastest place and beside a ring.
+        """
         degree, sequences = piece
         lengths = [self.request.tokens[i] for i in sequences]
         cost, topology, speeds = self.request.cost, self.request.topology, self.request.speeds
@@ -202,7 +212,8 @@ class Annealing:
         room = (
             self.capacity - self._most_held(degree, sequences) if degree > 1 and self.request.packs_beside_rings else 0
         )
-        self._known[piece] = took, sum(lengths), room
+        least = degree * min(took) if degree > 1 else min(map(sub, took, self.launch))
+        self._known[piece] = took, sum(lengths), room, least
         return self._known[piece]
 
     def _most_held(self, degree: int, sequences: tuple[int, ...]) -> int:
@@ -218,9 +229,15 @@ class Annealing:
         return self._fits[key]
 
 
+def _alike(state: State, other: State) -> int:
+    """Return how many pieces at the beginning are the same."""
+    both = enumerate(zip(state, other, strict=False))
+    return next((number for number, (mine, its) in both if mine is not its), min(len(state), len(other)))
+
+
 def _write(layout: Placement, request: PlanRequest) -> list[Microbatch]:
     together: dict[int, list[Piece]] = {}
-    for first, degree, sequences, number in layout.pieces:
+    for (degree, sequences), (first, _, (_, number)) in zip(layout.state, layout.pieces, strict=True):
         shares = request.topology.shares(request.tokens[sequences[0]], first, degree) if len(sequences) == 1 else None
         together.setdefault(number, []).extend(interval_microbatch(first, degree, sequences, shares).pieces)
     return [Microbatch(pieces=tuple(pieces)) for pieces in together.values()]
