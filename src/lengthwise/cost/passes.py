@@ -19,7 +19,7 @@ import numpy as np
 
 from lengthwise.core.cut import position_chunks
 from lengthwise.core.plan import RECOMPUTED
-from lengthwise.cost.links import Floats, Numbers
+from lengthwise.cost.links import Floats, Numbers, chosen, larger, smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,9 +78,10 @@ class Work(NamedTuple):
 
 def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bool) -> Numbers:
     """Return the seconds of all passes, forward first. by_ring_step: True if transfers hide per ring step."""
-    attention, linear, exchanges, states = (
-        sum(getattr(sweep, name) for sweep in sweeps) for name in ("attention", "linear", "exchange", "states")
-    )
+    attention = linear = exchanges = states = 0.0
+    for sweep in sweeps:
+        attention, linear = attention + sweep.attention, linear + sweep.linear
+        exchanges, states = exchanges + sweep.exchange, states + sweep.states
     together: Numbers = attention * work.attention + linear * work.linear
     apart: Numbers = exchanges * work.exchange + states * work.states
     rings = [sweep for sweep in sweeps if sweep.ring]
@@ -91,12 +92,12 @@ def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bo
             gradients = (sweep.ring - sweeps[0].ring) * work.transfers if sweep is sweeps[-1] else None
             apart = apart + _exposed_by_ring_step(work, sweep.attention, keys, gradients)
         else:
-            together = together + np.maximum(0.0, sweep.ring * work.transfers - hides)
+            together = together + larger(0.0, sweep.ring * work.transfers - hides)
     if not by_ring_step:
         apart = apart + len(rings) * work.latency * (work.positions - 1)
     if work.copy is not None:
         first, *others = (sweep.attention * work.attention + sweep.linear * work.linear for sweep in sweeps)
-        out, back = (np.maximum(0.0, work.copy - each / work.degree) for each in (first, sum(others)))
+        out, back = (larger(0.0, work.copy - each / work.degree) for each in (first, sum(others)))
         apart = apart + out + back
     return together / work.degree + apart
 
@@ -108,23 +109,23 @@ def _exposed_by_ring_step(work: Work, share: float, keys: Numbers, gradients: Nu
     nothing.
     """
     latency, positions = work.latency, work.positions
-    sends = np.maximum(positions - 1, 1)
+    sends = larger(positions - 1, 1)
     diagonal = share * work.diagonal / work.degree
     block = share * (work.attention - work.diagonal) / (work.degree * sends)
     keys = keys / (work.degree * sends) + latency
-    first = np.maximum(0.0, keys - diagonal)
+    first = larger(0.0, keys - diagonal)
     if gradients is None:
-        return np.where(positions > 1, first + (sends - 1) * np.maximum(0.0, keys - block), 0.0)
+        return chosen(positions > 1, first + (sends - 1) * larger(0.0, keys - block), 0.0)
     gradients = gradients / (work.degree * sends)
     exposed = (
         first
-        + (np.minimum(2, sends) - 1) * np.maximum(0.0, keys - block)
-        + np.maximum(0, positions - 3) * np.maximum(0.0, keys + gradients - block)
-        + (positions >= 3) * np.maximum(0.0, gradients + latency - block)
+        + (smaller(2, sends) - 1) * larger(0.0, keys - block)
+        + larger(0, positions - 3) * larger(0.0, keys + gradients - block)
+        + (positions >= 3) * larger(0.0, gradients + latency - block)
         + gradients
         + latency
     )
-    return np.where(positions > 1, exposed, 0.0)
+    return chosen(positions > 1, exposed, 0.0)
 
 
 def parts_by_shares(lengths: Sequence[int], degree: int, shares: tuple[float, ...]) -> tuple[Floats, Floats]:

@@ -20,7 +20,7 @@ from lengthwise.cost.blocks import Curve, image_work, seen_blocks, speed_shares
 from lengthwise.cost.checks import check_seconds, refused
 from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
-from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
+from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, chosen, larger, least_reach, reach_of, smaller, some
 from lengthwise.cost.passes import BACKWARD, FORWARD, PassShares, Work, parts_by_shares, passes, passes_seconds
 
 _FREE = Link(bytes_per_second=inf)
@@ -149,6 +149,11 @@ class Cost:
         """Whether the uplink of a node is slower than the far links of its ranks together."""
         return self.uplink_bytes_per_second < self.far.bytes_per_second * self.ranks_per_node
 
+    @property
+    def _sweeps(self) -> bool:
+        """Whether ranks of a ring pass on states."""
+        return self.sweep_messages > 0 or self.sweep_bytes > 0
+
     def at_speed(self, speed: float) -> Cost:
         """Return the costs of ranks whose arithmetic and overhead are `speed` times as fast; links and copies stay."""
         names = ("quadratic_seconds", "linear_seconds", "cut_seconds", "fixed_seconds")
@@ -193,27 +198,30 @@ class Cost:
         Raises:
             PlanError: groups of heads that divide neither ranks nor heads.
         """
-        tokens = np.asarray(lengths, dtype=np.float64)
+        is_lone = len(lengths) == 1 and not self.trees  # then all are numbers, for which arrays take several times as long
+        tokens = float(lengths[0]) if is_lone else np.asarray(lengths, dtype=np.float64)
+        total = tokens if is_lone else float(tokens.sum())
         if choice is None and self.chooses:
-            together, degrees = np.array([float(tokens.sum())]), np.array([degree])
-            offload = float(self.choices.offload_needed(together, degrees, len(tokens))[0])
+            offload = self.choices.offload_needed(total, degree, len(lengths))
             each = (Choice(heads=u, offload=offload, recompute=self.choices.recompute) for u in self._groups(degree))
-            return min(self.piece_seconds(tokens, degree, one) for one in each if degree % one.heads == 0)
+            return min(self.piece_seconds(lengths, degree, one) for one in each if degree % one.heads == 0)
         choice = choice or AS_CUT
         if degree % choice.heads or self.heads % choice.heads:
             expected = f"a divisor of the {degree} ranks and of the model's {self.heads} heads"
             remedy = "Split heads over fewer ranks."
             raise PlanError("heads", expected=expected, got=str(choice.heads), remedy=remedy)
-        attention, diagonal = map(np.sum, self._attention(tokens, degree / choice.heads))
-        total = float(tokens.sum())
+        attention, diagonal = self._attention(tokens, degree / choice.heads)
+        if not is_lone:
+            attention, diagonal = float(attention.sum()), float(diagonal.sum())
         own = total
         if shares is not None:
             parts, held = parts_by_shares([int(each) for each in lengths], degree, shares)
             attention, diagonal, own = attention * degree * parts, diagonal * degree * parts, degree * held
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
         linear = self._linear(own, degree, own * self.linear_ratio(tokens, degree)) / speed
-        part = _Part(own, attention / speed, diagonal / speed, linear, len(tokens))
-        return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
+        part = _Part(own, attention / speed, diagonal / speed, linear, len(lengths))
+        seconds = self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))
+        return float(seconds if shares is speeds is None else np.max(seconds))
 
     def pieces_seconds(self, lengths: Sequence[Whole], ranks: Sequence[tuple[int, ...]], choice: Choice) -> Floats:
         """Return `piece_seconds` of pieces of `lengths[i]` over `ranks[i]`: all have several ring positions, or none.
@@ -265,25 +273,25 @@ class Cost:
         """
         return self._attention(tokens, positions)[0]
 
-    def _attention(self, tokens: Floats, positions: Numbers) -> tuple[Floats, Floats]:
+    def _attention(self, tokens: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
         """Return `attention_seconds`, and the first ring step's part of it."""
         diagonal, below = self.ring_step_seconds(tokens, positions)
         whole = diagonal if diagonal is below else below + (diagonal - below) / positions
         return whole, diagonal / positions
 
-    def ring_step_seconds(self, tokens: Floats, positions: Numbers) -> tuple[Floats, Floats]:
+    def ring_step_seconds(self, tokens: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
         """Return the seconds of sequence i if all of it ran as the first ring step does, and as the others do."""
         (pairs, block), *between = seen_blocks(tokens, self.windows, self.trees)
         at = block / positions
         diagonal = below = self._blocks_seconds(pairs, at, self.block_efficiency)
-        if self.ring_efficiency and np.any(np.asarray(positions) > 1):
+        if self.ring_efficiency and some(positions > 1):
             below = self._blocks_seconds(pairs, at, self.ring_efficiency)
         for pairs, block in between:  # no diagonals: queries of one sequence, keys of another
             seconds = self._blocks_seconds(pairs, block / positions, self.ring_efficiency or self.block_efficiency)
             diagonal, below = diagonal + seconds, below + seconds
         return diagonal, below
 
-    def _blocks_seconds(self, squared: Floats, tokens: Floats, curve: Curve) -> Floats:
+    def _blocks_seconds(self, squared: Numbers, tokens: Numbers, curve: Curve) -> Numbers:
         """Return the seconds of squared tokens in blocks of so many tokens."""
         if not curve:
             return self.quadratic_seconds * squared
@@ -308,7 +316,7 @@ class Cost:
 
         far_rounds: number of a sweep's degree - 1 rounds between nodes; in each, one message leaves a node.
         """
-        if not (self.sweep_messages or self.sweep_bytes):
+        if not self._sweeps:
             return 0.0
         outside = min(self.far.bytes_per_second, self.uplink_bytes_per_second)
         links = (self.near.hop_seconds, self.near.bytes_per_second), (self.far.hop_seconds, outside)
@@ -384,7 +392,7 @@ class Cost:
         node, shared = self.ranks_per_node, self.shares_uplinks
         if ranks is not None:
             return reach_of(ranks, heads, node, shares_uplinks=shared)
-        return least_reach(degree, heads, node, crosses=self.crosses_node, shares_uplinks=shared)
+        return least_reach(degree, heads, node, crosses=self.crosses_node, shares_uplinks=shared, sweeps=self._sweeps)
 
     def _rings_seconds(self, tokens: Floats, degrees: Whole, choice: Choice) -> Floats:
         linear = self._linear(tokens, degrees, self.linear_tokens(tokens, degrees))
@@ -395,21 +403,23 @@ class Cost:
         """Sum the passes of one rank. total: tokens of the whole piece."""
         heads, positions, near, far = choice.heads, degree / choice.heads, self.near, self.far
         held = part.tokens / degree
-        outside = np.minimum(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)
-        ring = self.ring_bytes / np.where(reach.ring_near, near.bytes_per_second, outside)
-        repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds copies of them
-        latency = np.where(reach.ring_near, near.hop_seconds, far.hop_seconds)
-        exchanged = min(far.bytes_per_second, self.uplink_bytes_per_second / self.ranks_per_node)
-        links = np.where(reach.groups_near, near.bytes_per_second, exchanged)
+        outside = smaller(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)
+        ring = self.ring_bytes / chosen(reach.ring_near, near.bytes_per_second, outside)
+        repeated = larger(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds copies of them
+        exchange = 0.0
+        if some(heads > 1):
+            exchanged = min(far.bytes_per_second, self.uplink_bytes_per_second / self.ranks_per_node)
+            links = chosen(reach.groups_near, near.bytes_per_second, exchanged)
+            exchange = self.exchange_bytes * held * (heads - 1) / heads / links
         work = Work(
             attention=part.attention,
             diagonal=part.diagonal,
             linear=part.linear,
             transfers=ring * repeated * (total * positions - total),
-            exchange=self.exchange_bytes * held * (heads - 1) / heads / links,
-            copy=None if choice is AS_CUT or not np.any(choice.offload) else self.copy_seconds(held, choice),
+            exchange=exchange,
+            copy=self.copy_seconds(held, choice) if some(choice.offload > 0) else None,
             states=self.sweep_seconds(degree, reach.far_rounds, part.sequences),
-            latency=latency,
+            latency=chosen(reach.ring_near, near.hop_seconds, far.hop_seconds),
             positions=positions,
             degree=degree,
         )
@@ -425,7 +435,8 @@ class Cost:
 
     def _linear(self, tokens: Numbers, degree: Numbers, work: Numbers) -> Numbers:
         """Return the seconds of linear work of sequences that are cut over `degree` ranks, or whole, in tokens."""
-        return self.linear_seconds * work + self.cut_seconds * (degree > 1) * tokens
+        linear = self.linear_seconds * work
+        return linear + self.cut_seconds * (degree > 1) * tokens if self.cut_seconds else linear
 
     def _groups(self, degree: int) -> list[int]:
         most = min(degree, self.heads) if self.choices.splits_heads else 1
