@@ -7,6 +7,7 @@ copies and an exchange of heads are free unless given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from math import inf
@@ -25,6 +26,7 @@ from lengthwise.cost.passes import BACKWARD, FORWARD, PassShares, Work, parts_by
 
 _FREE = Link(bytes_per_second=inf)
 _NOTHING, _NO_ENDING = Choices(), Ending()
+_OF_SPEED = ("quadratic_seconds", "linear_seconds", "cut_seconds", "fixed_seconds")
 
 
 class _Part(NamedTuple):
@@ -156,8 +158,14 @@ class Cost:
 
     def at_speed(self, speed: float) -> Cost:
         """Return the costs of ranks whose arithmetic and overhead are `speed` times as fast; links and copies stay."""
-        names = ("quadratic_seconds", "linear_seconds", "cut_seconds", "fixed_seconds")
-        return replace(self, **{name: getattr(self, name) / speed for name in names})
+        return replace(self, **{name: getattr(self, name) / speed for name in _OF_SPEED})
+
+    def at_speeds(self, speeds: Floats) -> Cost:
+        """Return costs that only price rings, in a row for each speed of a column."""
+        several = copy(self)
+        for name in _OF_SPEED:
+            object.__setattr__(several, name, getattr(self, name) / speeds)
+        return several
 
     def recomputing(self, kind: str) -> Cost:
         """Return the costs of a kind of recomputation, from those of none; the output head counts as run again."""
@@ -252,9 +260,10 @@ class Cost:
         whole = Choice(offload=self.choices.offload_needed(tokens, degrees), recompute=self.choices.recompute)
         seconds = self._rings_seconds(tokens, degrees, whole)
         for group in self._groups(int(degrees.max(initial=1)))[1:]:
-            some = np.flatnonzero(degrees % group == 0)
-            split = replace(whole, heads=group, offload=whole.offload[some])
-            seconds[some] = np.minimum(seconds[some], self._rings_seconds(tokens[some], degrees[some], split))
+            fitting = np.flatnonzero(degrees % group == 0)
+            split = replace(whole, heads=group, offload=whole.offload[fitting])
+            own = seconds[..., fitting]
+            seconds[..., fitting] = np.minimum(own, self._rings_seconds(tokens[fitting], degrees[fitting], split))
         return seconds
 
     def compute_seconds(self, lengths: Whole) -> Floats:
@@ -436,7 +445,7 @@ class Cost:
     def _linear(self, tokens: Numbers, degree: Numbers, work: Numbers) -> Numbers:
         """Return the seconds of linear work of sequences that are cut over `degree` ranks, or whole, in tokens."""
         linear = self.linear_seconds * work
-        return linear + self.cut_seconds * (degree > 1) * tokens if self.cut_seconds else linear
+        return linear + self.cut_seconds * (degree > 1) * tokens if some(self.cut_seconds) else linear
 
     def _groups(self, degree: int) -> list[int]:
         most = min(degree, self.heads) if self.choices.splits_heads else 1
