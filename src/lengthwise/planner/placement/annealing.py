@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter, sub
 
-from lengthwise.core.held import held_tokens, rounding_tokens
+from lengthwise.core.held import held_at_most, held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.problem.effort import CHANGE_SECONDS
 from lengthwise.planner.problem.request import PlanRequest
@@ -224,15 +224,19 @@ class Annealing:
         key = degree, sequences
         if key not in self._fits:
             limit = self.capacity + rounding_tokens(len(sequences), degree)
-            fit_together = sum(self.request.tokens[i] for i in sequences) <= degree * self.capacity
-            self._fits[key] = fit_together and self._most_held(degree, sequences) <= limit
+            lengths = [self.request.tokens[i] for i in sequences]
+            at_most = sum(held_at_most(length, degree) for length in lengths)
+            fit_together = sum(lengths) <= degree * self.capacity
+            self._fits[key] = fit_together and (at_most <= limit or self._most_held(degree, sequences) <= limit)
         return self._fits[key]
 
 
 def _alike(state: State, other: State) -> int:
     """Return how many pieces at the beginning are the same."""
-    both = enumerate(zip(state, other, strict=False))
-    return next((number for number, (mine, its) in both if mine is not its), min(len(state), len(other)))
+    for number, (mine, its) in enumerate(zip(state, other, strict=False)):
+        if mine is not its:
+            return number
+    return min(len(state), len(other))
 
 
 def _write(layout: Placement, request: PlanRequest) -> list[Microbatch]:
