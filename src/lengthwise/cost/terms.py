@@ -8,38 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
 from lengthwise.cost.blocks import Curve, image_work, seen_blocks, speed_shares
-from lengthwise.cost.checks import check_seconds, refused
+from lengthwise.cost.checks import check_cost
 from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
-from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, chosen, larger, least_reach, reach_of, smaller, some
-from lengthwise.cost.passes import BACKWARD, FORWARD, PassShares, Work, parts_by_shares, passes, passes_seconds
+from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of, some
+from lengthwise.cost.passes import BACKWARD, FORWARD, Part, PassShares, part_seconds, parts_by_shares, passes
 
 _FREE = Link(bytes_per_second=inf)
 _NOTHING, _NO_ENDING = Choices(), Ending()
 _OF_SPEED = ("quadratic_seconds", "linear_seconds", "cut_seconds", "fixed_seconds")
-
-
-class _Part(NamedTuple):
-    """A rank's work times the degree: tokens, seconds of attention and linear work.
-
-    diagonal: the first ring step's part of attention. sequences: number in the piece.
-    """
-
-    tokens: Numbers
-    attention: Numbers
-    diagonal: Numbers
-    linear: Numbers
-    sequences: Numbers = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,22 +105,7 @@ class Cost:
     trees: tuple[tuple[float, float, float, float, float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        coefficients = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_seconds")}
-        check_seconds(**coefficients)
-        parts = ("embedding_seconds", "head_seconds")  # of linear_seconds
-        hops = self.near.hop_seconds, self.far.hop_seconds
-        if not any((*hops, self.ring_bytes, *(value for name, value in coefficients.items() if name not in parts))):
-            remedy = "Give linear_seconds and quadratic_seconds, at least."
-            raise refused("coefficients", "at least one coefficient above 0", list(coefficients.values()), remedy)
-        shares = [share for _, share in self.windows]
-        if any(window < 1 for window, _ in self.windows) or min(shares, default=0) < 0 or sum(shares) > 1 + 1e-9:
-            expected = "windows of at least 1 token, and shares of the layers that sum to at most 1"
-            raise refused("windows", expected, self.windows, "Fix the windows.")
-        names = ("ranks_per_node", "copy_bytes_per_second", "uplink_bytes_per_second", "heads", "kv_heads")
-        numbers = {f"{name}: bytes_per_second": getattr(self, name).bytes_per_second for name in ("near", "far")}
-        for name, value in (numbers | {name: getattr(self, name) for name in names}).items():
-            if not value > 0:
-                raise refused(name, "a number above 0", value, f"Fix {name}.")
+        check_cost(self)
 
     @property
     def chooses(self) -> bool:
@@ -206,7 +177,7 @@ class Cost:
         Raises:
             PlanError: groups of heads that divide neither ranks nor heads.
         """
-        is_lone = len(lengths) == 1 and not self.trees  # then all are numbers, for which arrays take several times as long
+        is_lone = len(lengths) == 1 and not self.trees  # then all are numbers: arrays take several times as long
         tokens = float(lengths[0]) if is_lone else np.asarray(lengths, dtype=np.float64)
         total = tokens if is_lone else float(tokens.sum())
         if choice is None and self.chooses:
@@ -227,8 +198,8 @@ class Cost:
             attention, diagonal, own = attention * degree * parts, diagonal * degree * parts, degree * held
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
         linear = self._linear(own, degree, own * self.linear_ratio(tokens, degree)) / speed
-        part = _Part(own, attention / speed, diagonal / speed, linear, len(lengths))
-        seconds = self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))
+        part = Part(own, attention / speed, diagonal / speed, linear, len(lengths))
+        seconds = part_seconds(self, part, total, degree, choice, self.reach(degree, choice.heads, ranks))
         return float(seconds if shares is speeds is None else np.max(seconds))
 
     def pieces_seconds(self, lengths: Sequence[Whole], ranks: Sequence[tuple[int, ...]], choice: Choice) -> Floats:
@@ -249,8 +220,8 @@ class Cost:
         if self.trees:
             work = total * (sums(self.linear_tokens(tokens, np.repeat(degrees, counts))) / total)
         attention, diagonal = map(sums, self._attention(tokens, np.repeat(degrees / choice.heads, counts)))
-        part = _Part(total, attention, diagonal, self._linear(total, degrees, work), np.array(counts))
-        return self._seconds(part, total, degrees, choice, reach)
+        part = Part(total, attention, diagonal, self._linear(total, degrees, work), np.array(counts))
+        return part_seconds(self, part, total, degrees, choice, reach)
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
         """Return `piece_seconds` of pieces of `lengths[i]` over `degrees[i]` ranks, in as few nodes as possible."""
@@ -405,34 +376,8 @@ class Cost:
 
     def _rings_seconds(self, tokens: Floats, degrees: Whole, choice: Choice) -> Floats:
         linear = self._linear(tokens, degrees, self.linear_tokens(tokens, degrees))
-        part = _Part(tokens, *self._attention(tokens, degrees / choice.heads), linear)
-        return self._seconds(part, tokens, degrees, choice, self.reach(degrees, choice.heads))
-
-    def _seconds(self, part: _Part, total: Numbers, degree: Numbers, choice: Choice, reach: Reach) -> Numbers:
-        """Sum the passes of one rank. total: tokens of the whole piece."""
-        heads, positions, near, far = choice.heads, degree / choice.heads, self.near, self.far
-        held = part.tokens / degree
-        outside = smaller(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)
-        ring = self.ring_bytes / chosen(reach.ring_near, near.bytes_per_second, outside)
-        repeated = larger(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds copies of them
-        exchange = 0.0
-        if some(heads > 1):
-            exchanged = min(far.bytes_per_second, self.uplink_bytes_per_second / self.ranks_per_node)
-            links = chosen(reach.groups_near, near.bytes_per_second, exchanged)
-            exchange = self.exchange_bytes * held * (heads - 1) / heads / links
-        work = Work(
-            attention=part.attention,
-            diagonal=part.diagonal,
-            linear=part.linear,
-            transfers=ring * repeated * (total * positions - total),
-            exchange=exchange,
-            copy=self.copy_seconds(held, choice) if some(choice.offload > 0) else None,
-            states=self.sweep_seconds(degree, reach.far_rounds, part.sequences),
-            latency=chosen(reach.ring_near, near.hop_seconds, far.hop_seconds),
-            positions=positions,
-            degree=degree,
-        )
-        return passes_seconds(self.passes(choice.recompute), work, by_ring_step=self.stages > 1 or self.shares_uplinks)
+        part = Part(tokens, *self._attention(tokens, degrees / choice.heads), linear)
+        return part_seconds(self, part, tokens, degrees, choice, self.reach(degrees, choice.heads))
 
     def linear_tokens(self, tokens: Floats, degree: Numbers) -> Floats:
         """Return the linear work of sequence i, all `degree` ranks together, in tokens; with that on its images."""
