@@ -16,16 +16,14 @@ Numbers = Any  # a float or an array of floats, for which the formulas are the s
 
 def larger(one: Numbers, other: Numbers) -> Numbers:
     """Return `np.maximum`, which takes a hundred times longer than a comparison if both are numbers."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.maximum(one, other)
-    return one if one > other else other
+    are_arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
+    return np.maximum(one, other) if are_arrays else one if one > other else other
 
 
 def smaller(one: Numbers, other: Numbers) -> Numbers:
     """Return `np.minimum`, quickly if both are numbers."""
-    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.minimum(one, other)
-    return one if one < other else other
+    are_arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
+    return np.minimum(one, other) if are_arrays else one if one < other else other
 
 
 def chosen(condition: Numbers, one: Numbers, other: Numbers) -> Numbers:

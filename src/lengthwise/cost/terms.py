@@ -178,7 +178,7 @@ class Cost:
             PlanError: groups of heads that divide neither ranks nor heads.
         """
         is_lone = len(lengths) == 1 and not self.trees  # then all are numbers: arrays take several times as long
-        tokens = float(lengths[0]) if is_lone else np.asarray(lengths, dtype=np.float64)
+        tokens: Numbers = float(lengths[0]) if is_lone else np.asarray(lengths, dtype=np.float64)
         total = tokens if is_lone else float(tokens.sum())
         if choice is None and self.chooses:
             offload = self.choices.offload_needed(total, degree, len(lengths))

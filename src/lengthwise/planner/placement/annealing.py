@@ -64,9 +64,8 @@ class Annealing:
         self.launch = [request.cost.fixed_seconds / speed for speed in self.speeds]
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
         self._at_speed = cache(request.cost.at_speed)
-        self._known: dict[Cut, tuple[list[float], int, int, float]] = {}
+        self._priced, self.fits = cache(self._price), cache(self._do_fit)
         self._placed: dict[tuple[Cut, ...], Placement] = {}
-        self._fits: dict[Cut, bool] = {}
 
     def run(self, state: State) -> Placement:
         """Try changes; return the best placement seen."""
@@ -149,7 +148,7 @@ class Annealing:
         pieces = [] if like is None else like.pieces[: _alike(state, like.state)]
         for (degree, _), (first, end, leaves) in zip(state, pieces, strict=False):
             free[first : first + degree], beside[first : first + degree] = [end] * degree, [leaves] * degree
-        rest = [(piece, self._known.get(piece) or self._price(piece)) for piece in state[len(pieces) :]]
+        rest = [(piece, self._priced(piece)) for piece in state[len(pieces) :]]
         left = sum(least for _, (*_, least) in rest)  # rank-seconds, at least, of those that are not placed yet
         last = max(free)
         for (degree, _), (took, tokens, room, least) in rest:
@@ -176,9 +175,8 @@ class Annealing:
             pieces.append((first, end, leaves))
             last, left = max(last, end), left - least
         compared = last + sum(free) / self.ranks
-        layout = Placement(state=state, pieces=pieces, makespan_seconds=last, compared_seconds=compared)
-        self._placed[key] = layout
-        return layout
+        self._placed[key] = Placement(state=state, pieces=pieces, makespan_seconds=last, compared_seconds=compared)
+        return self._placed[key]
 
     def all_in_rings(self) -> State:
         """Pack all sequences, longest first, into rings over all ranks: the other extreme to start from."""
@@ -209,26 +207,22 @@ class Annealing:
             paced = {speed: self._at_speed(speed) for speed in set(slowest)}
             at = {speed: each.fixed_seconds + each.piece_seconds(lengths, degree) for speed, each in paced.items()}
             took = [at[speed] for speed in slowest]
-        room = (
-            self.capacity - self._most_held(degree, sequences) if degree > 1 and self.request.packs_beside_rings else 0
-        )
+        has_room = degree > 1 and self.request.packs_beside_rings
+        room = self.capacity - self._most_held(degree, sequences) if has_room else 0
         least = degree * min(took) if degree > 1 else min(map(sub, took, self.launch))
-        self._known[piece] = took, sum(lengths), room, least
-        return self._known[piece]
+        return took, sum(lengths), room, least
 
     def _most_held(self, degree: int, sequences: tuple[int, ...]) -> int:
         return int(held_tokens([self.request.tokens[i] for i in sequences], degree).max())
 
-    def fits(self, degree: int, sequences: tuple[int, ...]) -> bool:
+    def _do_fit(self, degree: int, sequences: tuple[int, ...]) -> bool:
         """Return whether ranks hold a piece: its tokens in all, and on each position but for rounding."""
-        key = degree, sequences
-        if key not in self._fits:
-            limit = self.capacity + rounding_tokens(len(sequences), degree)
-            lengths = [self.request.tokens[i] for i in sequences]
-            at_most = sum(held_at_most(length, degree) for length in lengths)
-            fit_together = sum(lengths) <= degree * self.capacity
-            self._fits[key] = fit_together and (at_most <= limit or self._most_held(degree, sequences) <= limit)
-        return self._fits[key]
+        lengths = [self.request.tokens[i] for i in sequences]
+        limit = self.capacity + rounding_tokens(len(sequences), degree)
+        if sum(lengths) > degree * self.capacity:
+            return False
+        at_most = sum(held_at_most(length, degree) for length in lengths)
+        return at_most <= limit or self._most_held(degree, sequences) <= limit
 
 
 def _alike(state: State, other: State) -> int:

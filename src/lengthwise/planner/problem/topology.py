@@ -257,11 +257,8 @@ class Topology:
         if not is_tight.any():
             return places.mean
         assert self.speeds is not None, "ranks that are alike have no speeds"
-        ring_speeds, first, tight = (
-            np.array(places.mean, ndmin=1),
-            np.atleast_1d(places.first),
-            np.flatnonzero(is_tight),
-        )
+        ring_speeds, first = np.array(places.mean, ndmin=1), np.atleast_1d(places.first)
+        tight = np.flatnonzero(is_tight)
         for some in np.array_split(tight, 1 + len(tight) * degree // _AT_ONCE):
             speeds = self.speeds[first[some, None] + np.arange(degree)]
             ring_speeds[some] = 1 / (degree * levelled(speeds, capacity_tokens / length)[1])
