@@ -15,7 +15,7 @@ Numbers = Any  # a float or an array of floats, for which the formulas are the s
 
 
 def larger(one: Numbers, other: Numbers) -> Numbers:
-    """Return `np.maximum`, which takes a hundred times longer than a comparison if both are numbers."""
+    """Return `np.maximum`, quickly if both are numbers."""
     are_arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
     return np.maximum(one, other) if are_arrays else one if one > other else other
 

@@ -60,8 +60,8 @@ class Annealing:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.ranks, self.capacity = request, request.cluster.ranks, request.cluster.capacity_tokens
-        self.speeds = request.speeds or (1.0,) * self.ranks
-        self.launch = [request.cost.fixed_seconds / speed for speed in self.speeds]
+        self.degrees = range(1, self.ranks + 1)
+        self.launch = [request.cost.fixed_seconds / speed for speed in request.speeds or (1.0,) * self.ranks]
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
         self._at_speed = cache(request.cost.at_speed)
         self._priced, self.fits = cache(self._price), cache(self._do_fit)
@@ -99,7 +99,7 @@ class Annealing:
             new.insert(choose.randrange(len(new)), new.pop(place))
             return new
         if kind == 1:
-            near = (degree - 1, degree + 1, choose.randint(1, self.ranks))
+            near = (degree - 1, degree + 1, choose.choice(self.degrees))
             new[place] = (min(self.ranks, max(1, choose.choice(near))), sequences)
             return new if self.fits(*new[place]) else None
         moved = choose.choice(sequences)
@@ -107,11 +107,11 @@ class Annealing:
         other = choose.randrange(len(new))
         if kind == 2 and other != place:
             held = new[other][0]
-            wider = choose.choice((held, held, min(self.ranks, held + degree), choose.randint(1, self.ranks)))
+            wider = choose.choice((held, held, min(self.ranks, held + degree), choose.choice(self.degrees)))
             new[other] = (wider, (*new[other][1], moved))
         else:
             other = len(new)
-            new.append((choose.randint(1, self.ranks), (moved,)))
+            new.append((choose.choice(self.degrees), (moved,)))
         if not self.fits(*new[other]):
             return None
         if rest:

@@ -127,12 +127,14 @@ def level_ends(
     paces = [1.0] * len(free) if speeds is None else speeds
     groups = _by_speed(free, paces, _PARTNERS if launch_seconds else 1)
     first, others = groups[0]
+    is_level, lengths, times = len(groups) == 1, short.lengths, short.seconds
     for index in left:
-        length, seconds = short.lengths[index], short.seconds[index]
+        length, seconds = lengths[index], times[index]
         load, rank = first[0]
-        if len(groups) == 1 and (not launch_seconds or length <= ranks[rank].widest_tokens):  # the usual case, quickly
+        if is_level and (not launch_seconds or length <= ranks[rank].widest_tokens):  # the usual case, quickly
             first[0] = heapq.heappushpop(others, (load + seconds / paces[rank], rank))
-            first.sort()
+            if launch_seconds:
+                first.sort()
         else:
             rank = _give(groups, ranks, length, seconds, launch_seconds, paces)
         ranks[rank].put(length, index)
@@ -143,7 +145,7 @@ def level_ends(
             for each in ranks:
                 each.open(capacity_tokens)  # one more costs nothing
         ends_of = [load for load, _ in sorted(loads, key=lambda entry: entry[1])]
-        columns = np.array(short.lengths), np.array(short.seconds)
+        columns = np.array(lengths), np.array(times)
         makespan = level_by_swaps(ends_of, bins, *columns, goal_seconds=goal_seconds, most_swaps=len(free))
     return local_packs(bins, short), makespan
 

@@ -165,7 +165,7 @@ class _Builder:
         """List the durations to try for the next wave, longest first."""
         return sorted({each for each in self._times() if each >= _SHORTEST * self.even_seconds}, reverse=True)
 
-    @property
+    @cached_property
     def even_seconds(self) -> float:
         """The duration of each of the fewest waves if all ranks were equally busy in all of them."""
         return self.launch + float(self.alone.sum()) / (self.ranks * self.fewest)
