@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-import numpy as np
-
-from lengthwise.cost.links import Floats, Numbers, Whole
+from lengthwise.cost.links import Numbers, chosen, larger
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +45,9 @@ class Choices:
         """Whether a rank may hold more than its device does."""
         return self.offloads_above_tokens < inf
 
-    def offload_needed(self, tokens: Floats, degrees: Whole, sequences: int = 1) -> Floats:
+    def offload_needed(self, tokens: Numbers, degrees: Numbers, sequences: int = 1) -> Numbers:
         """Return the least ratio with which each piece fits, by its tokens; cut sequences may round up by a token."""
         if not self.offloads or self.layers <= 2:
-            return np.zeros(len(tokens))
-        allowed = self.offloads_above_tokens + np.where(degrees > 1, sequences, 0)
-        return np.maximum(0.0, (1 - allowed * degrees / tokens) * (self.layers / (self.layers - 2)))
+            return 0.0 * tokens
+        allowed = self.offloads_above_tokens + chosen(degrees > 1, sequences, 0)
+        return larger(0.0, (1 - allowed * degrees / tokens) * (self.layers / (self.layers - 2)))

@@ -14,6 +14,30 @@ Whole = NDArray[np.int64]
 Numbers = Any  # a float or an array of floats, for which the formulas are the same
 
 
+def larger(one: Numbers, other: Numbers) -> Numbers:
+    """Return `np.maximum`, quickly if both are numbers."""
+    are_arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
+    return np.maximum(one, other) if are_arrays else one if one > other else other
+
+
+def smaller(one: Numbers, other: Numbers) -> Numbers:
+    """Return `np.minimum`, quickly if both are numbers."""
+    are_arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
+    return np.minimum(one, other) if are_arrays else one if one < other else other
+
+
+def chosen(condition: Numbers, one: Numbers, other: Numbers) -> Numbers:
+    """Return `np.where`, quickly if the condition is not an array."""
+    if isinstance(condition, np.ndarray):
+        return np.where(condition, one, other)
+    return one if condition else other
+
+
+def some(condition: Numbers) -> bool:
+    """Return `np.any`, quickly if the condition is not an array."""
+    return bool(condition.any() if isinstance(condition, np.ndarray) else condition)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One kind of link: bytes per second of one rank in one direction, and latency of a ring step over all layers."""
@@ -62,15 +86,18 @@ def count_far_rounds(nodes: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.count_nonzero(nodes[..., 1:] != nodes[..., :-1], axis=-1)
 
 
-def least_reach(degree: Numbers, heads: Numbers, ranks_per_node: int, *, crosses: bool, shares_uplinks: bool) -> Reach:
+def least_reach(
+    degree: Numbers, heads: Numbers, ranks_per_node: int, *, crosses: bool, shares_uplinks: bool, sweeps: bool
+) -> Reach:
     """Return the reach of pieces that are in as few nodes as possible, or, if `crosses`, in one more.
 
     degree, heads: numbers, or arrays with one entry per piece. A ring passes every border once each way, a sweep at
-    least once.
+    least once; without `sweeps` their rounds are not counted.
     """
     inside = 1 if crosses else ranks_per_node
-    flows: Numbers = 1
-    borders = np.minimum(np.ceil(degree / ranks_per_node) - 1 + crosses, degree - 1)
+    is_near, flows, borders = degree <= inside, 1, 0
+    if shares_uplinks or sweeps:
+        borders = smaller(-(-degree // ranks_per_node) - 1 + crosses, degree - 1)
     if shares_uplinks:
-        flows = np.maximum(1, np.minimum(ranks_per_node, heads * np.minimum(2, borders)))
-    return Reach(degree <= inside, (degree <= inside) | (heads <= inside), flows, borders)
+        flows = larger(1, smaller(ranks_per_node, heads * smaller(2, borders)))
+    return Reach(is_near, is_near | (heads <= inside), flows, borders)

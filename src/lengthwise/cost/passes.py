@@ -13,13 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lengthwise.core.cut import position_chunks
 from lengthwise.core.plan import RECOMPUTED
-from lengthwise.cost.links import Floats, Numbers
+from lengthwise.cost.links import Floats, Numbers, Reach, chosen, larger, smaller, some
+
+if TYPE_CHECKING:
+    from lengthwise.cost.choices import Choice
+    from lengthwise.cost.terms import Cost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,77 +58,98 @@ def passes(forward: PassShares, backward: PassShares, recompute: str) -> tuple[P
     return forward, second, backward
 
 
-class Work(NamedTuple):
-    """One rank's part of a piece in forward and backward together, in seconds; arrays have an entry per piece or rank.
+class Part(NamedTuple):
+    """A rank's work in forward and backward together, times the degree: tokens, seconds of attention and linear work.
 
-    attention, linear, transfers: seconds of the whole piece (rank's share x degree). diagonal: attention of the first
-    ring step.
-    transfers: seconds of the ring's keys, values and gradients. exchange: all-to-all of groups that split heads.
-    copy: seconds of copying offloaded activations, one direction; None without offload.
-    latency: seconds of one ring step of one pass. positions: number of groups around the ring.
+    diagonal: the first ring step's part of attention. sequences: number in the piece. Arrays have an entry per piece or
+    rank.
     """
 
+    tokens: Numbers
     attention: Numbers
     diagonal: Numbers
     linear: Numbers
+    sequences: Numbers = 1
+
+
+class Moved(NamedTuple):
+    """What a rank sends and waits for, in seconds of both passes.
+
+    transfers: the ring's keys, values and gradients, times the degree. latency: one ring step of one pass. positions:
+    number of groups around the ring.
+    """
+
     transfers: Numbers
-    exchange: Numbers
-    states: Numbers
-    copy: Numbers | None
     latency: Numbers
     positions: Numbers
     degree: Numbers
 
 
-def passes_seconds(sweeps: Sequence[PassShares], work: Work, *, by_ring_step: bool) -> Numbers:
-    """Return the seconds of all passes, forward first. by_ring_step: True if transfers hide per ring step."""
-    attention, linear, exchanges, states = (
-        sum(getattr(sweep, name) for sweep in sweeps) for name in ("attention", "linear", "exchange", "states")
+def part_seconds(cost: Cost, part: Part, total: Numbers, degree: Numbers, choice: Choice, reach: Reach) -> Numbers:
+    """Return the seconds of all passes of one rank. total: tokens of the whole piece."""
+    heads, near, far, uplink = choice.heads, cost.near, cost.far, cost.uplink_bytes_per_second
+    held, positions = part.tokens / degree, degree / heads
+    ring = cost.ring_bytes / chosen(
+        reach.ring_near, near.bytes_per_second, smaller(far.bytes_per_second, uplink / reach.flows)
     )
-    together: Numbers = attention * work.attention + linear * work.linear
-    apart: Numbers = exchanges * work.exchange + states * work.states
+    repeated = larger(1.0, heads / cost.kv_heads)  # a group wider than the KV heads holds copies of them
+    latency = chosen(reach.ring_near, near.hop_seconds, far.hop_seconds)
+    moved = Moved(ring * repeated * (total * positions - total), latency, positions, degree)
+    exchange = 0.0  # of groups that split heads, all-to-all
+    if some(heads > 1):
+        exchanged = min(far.bytes_per_second, uplink / cost.ranks_per_node)
+        links = chosen(reach.groups_near, near.bytes_per_second, exchanged)
+        exchange = cost.exchange_bytes * held * (heads - 1) / heads / links
+    swept = cost.sweep_seconds(degree, reach.far_rounds, part.sequences)
+    sweeps, by_ring_step = cost.passes(choice.recompute), cost.stages > 1 or cost.shares_uplinks
+    attention = linear = exchanges = states = 0.0
+    for sweep in sweeps:
+        attention, linear = attention + sweep.attention, linear + sweep.linear
+        exchanges, states = exchanges + sweep.exchange, states + sweep.states
+    together: Numbers = attention * part.attention + linear * part.linear
+    apart: Numbers = exchanges * exchange + states * swept
     rings = [sweep for sweep in sweeps if sweep.ring]
     for sweep in rings:
-        hides = sweep.attention * work.attention
         if by_ring_step:
-            keys = sweeps[0].ring * work.transfers
-            gradients = (sweep.ring - sweeps[0].ring) * work.transfers if sweep is sweeps[-1] else None
-            apart = apart + _exposed_by_ring_step(work, sweep.attention, keys, gradients)
+            keys = sweeps[0].ring * moved.transfers
+            gradients = (sweep.ring - sweeps[0].ring) * moved.transfers if sweep is sweeps[-1] else None
+            apart = apart + _exposed_by_ring_step(part, moved, sweep.attention, keys, gradients)
         else:
-            together = together + np.maximum(0.0, sweep.ring * work.transfers - hides)
+            together = together + larger(0.0, sweep.ring * moved.transfers - sweep.attention * part.attention)
     if not by_ring_step:
-        apart = apart + len(rings) * work.latency * (work.positions - 1)
-    if work.copy is not None:
-        first, *others = (sweep.attention * work.attention + sweep.linear * work.linear for sweep in sweeps)
-        out, back = (np.maximum(0.0, work.copy - each / work.degree) for each in (first, sum(others)))
+        apart = apart + len(rings) * latency * (positions - 1)
+    if some(choice.offload > 0):
+        copy = cost.copy_seconds(held, choice)  # one direction
+        first, *others = (sweep.attention * part.attention + sweep.linear * part.linear for sweep in sweeps)
+        out, back = (larger(0.0, copy - each / degree) for each in (first, sum(others)))
         apart = apart + out + back
-    return together / work.degree + apart
+    return together / degree + apart
 
 
-def _exposed_by_ring_step(work: Work, share: float, keys: Numbers, gradients: Numbers | None) -> Numbers:
+def _exposed_by_ring_step(part: Part, moved: Moved, share: float, keys: Numbers, gradients: Numbers | None) -> Numbers:
     """Sum the seconds of each ring step of a pass beyond the block beside it, as the simulator runs them.
 
     Keys hide under all blocks but the last; backward's gradients follow two ring steps later, and the last hide under
     nothing.
     """
-    latency, positions = work.latency, work.positions
-    sends = np.maximum(positions - 1, 1)
-    diagonal = share * work.diagonal / work.degree
-    block = share * (work.attention - work.diagonal) / (work.degree * sends)
-    keys = keys / (work.degree * sends) + latency
-    first = np.maximum(0.0, keys - diagonal)
+    _, latency, positions, degree = moved
+    sends = larger(positions - 1, 1)
+    diagonal = share * part.diagonal / degree
+    block = share * (part.attention - part.diagonal) / (degree * sends)
+    keys = keys / (degree * sends) + latency
+    first = larger(0.0, keys - diagonal)
     if gradients is None:
-        return np.where(positions > 1, first + (sends - 1) * np.maximum(0.0, keys - block), 0.0)
-    gradients = gradients / (work.degree * sends)
+        return chosen(positions > 1, first + (sends - 1) * larger(0.0, keys - block), 0.0)
+    gradients = gradients / (degree * sends)
     exposed = (
         first
-        + (np.minimum(2, sends) - 1) * np.maximum(0.0, keys - block)
-        + np.maximum(0, positions - 3) * np.maximum(0.0, keys + gradients - block)
-        + (positions >= 3) * np.maximum(0.0, gradients + latency - block)
+        + (smaller(2, sends) - 1) * larger(0.0, keys - block)
+        + larger(0, positions - 3) * larger(0.0, keys + gradients - block)
+        + (positions >= 3) * larger(0.0, gradients + latency - block)
         + gradients
         + latency
     )
-    return np.where(positions > 1, exposed, 0.0)
+    return chosen(positions > 1, exposed, 0.0)
 
 
 def parts_by_shares(lengths: Sequence[int], degree: int, shares: tuple[float, ...]) -> tuple[Floats, Floats]:

@@ -7,37 +7,25 @@ copies and an exchange of heads are free unless given.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from copy import copy
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lengthwise.core.errors import PlanError
 from lengthwise.cost.blocks import Curve, image_work, seen_blocks, speed_shares
-from lengthwise.cost.checks import check_seconds, refused
+from lengthwise.cost.checks import check_cost
 from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
-from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
-from lengthwise.cost.passes import BACKWARD, FORWARD, PassShares, Work, parts_by_shares, passes, passes_seconds
+from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of, some
+from lengthwise.cost.passes import BACKWARD, FORWARD, Part, PassShares, part_seconds, parts_by_shares, passes
 
 _FREE = Link(bytes_per_second=inf)
 _NOTHING, _NO_ENDING = Choices(), Ending()
-
-
-class _Part(NamedTuple):
-    """A rank's work times the degree: tokens, seconds of attention and linear work.
-
-    diagonal: the first ring step's part of attention. sequences: number in the piece.
-    """
-
-    tokens: Numbers
-    attention: Numbers
-    diagonal: Numbers
-    linear: Numbers
-    sequences: Numbers = 1
+_OF_SPEED = ("quadratic_seconds", "linear_seconds", "cut_seconds", "fixed_seconds")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,22 +105,7 @@ class Cost:
     trees: tuple[tuple[float, float, float, float, float, float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        coefficients = {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_seconds")}
-        check_seconds(**coefficients)
-        parts = ("embedding_seconds", "head_seconds")  # of linear_seconds
-        hops = self.near.hop_seconds, self.far.hop_seconds
-        if not any((*hops, self.ring_bytes, *(value for name, value in coefficients.items() if name not in parts))):
-            remedy = "Give linear_seconds and quadratic_seconds, at least."
-            raise refused("coefficients", "at least one coefficient above 0", list(coefficients.values()), remedy)
-        shares = [share for _, share in self.windows]
-        if any(window < 1 for window, _ in self.windows) or min(shares, default=0) < 0 or sum(shares) > 1 + 1e-9:
-            expected = "windows of at least 1 token, and shares of the layers that sum to at most 1"
-            raise refused("windows", expected, self.windows, "Fix the windows.")
-        names = ("ranks_per_node", "copy_bytes_per_second", "uplink_bytes_per_second", "heads", "kv_heads")
-        numbers = {f"{name}: bytes_per_second": getattr(self, name).bytes_per_second for name in ("near", "far")}
-        for name, value in (numbers | {name: getattr(self, name) for name in names}).items():
-            if not value > 0:
-                raise refused(name, "a number above 0", value, f"Fix {name}.")
+        check_cost(self)
 
     @property
     def chooses(self) -> bool:
@@ -149,10 +122,21 @@ class Cost:
         """Whether the uplink of a node is slower than the far links of its ranks together."""
         return self.uplink_bytes_per_second < self.far.bytes_per_second * self.ranks_per_node
 
+    @property
+    def _sweeps(self) -> bool:
+        """Whether ranks of a ring pass on states."""
+        return self.sweep_messages > 0 or self.sweep_bytes > 0
+
     def at_speed(self, speed: float) -> Cost:
         """Return the costs of ranks whose arithmetic and overhead are `speed` times as fast; links and copies stay."""
-        names = ("quadratic_seconds", "linear_seconds", "cut_seconds", "fixed_seconds")
-        return replace(self, **{name: getattr(self, name) / speed for name in names})
+        return replace(self, **{name: getattr(self, name) / speed for name in _OF_SPEED})
+
+    def at_speeds(self, speeds: Floats) -> Cost:
+        """Return costs that only price rings, in a row for each speed of a column."""
+        several = copy(self)
+        for name in _OF_SPEED:
+            object.__setattr__(several, name, getattr(self, name) / speeds)
+        return several
 
     def recomputing(self, kind: str) -> Cost:
         """Return the costs of a kind of recomputation, from those of none; the output head counts as run again."""
@@ -193,27 +177,30 @@ class Cost:
         Raises:
             PlanError: groups of heads that divide neither ranks nor heads.
         """
-        tokens = np.asarray(lengths, dtype=np.float64)
+        is_lone = len(lengths) == 1 and not self.trees  # then all are numbers: arrays take several times as long
+        tokens: Numbers = float(lengths[0]) if is_lone else np.asarray(lengths, dtype=np.float64)
+        total = tokens if is_lone else float(tokens.sum())
         if choice is None and self.chooses:
-            together, degrees = np.array([float(tokens.sum())]), np.array([degree])
-            offload = float(self.choices.offload_needed(together, degrees, len(tokens))[0])
+            offload = self.choices.offload_needed(total, degree, len(lengths))
             each = (Choice(heads=u, offload=offload, recompute=self.choices.recompute) for u in self._groups(degree))
-            return min(self.piece_seconds(tokens, degree, one) for one in each if degree % one.heads == 0)
+            return min(self.piece_seconds(lengths, degree, one) for one in each if degree % one.heads == 0)
         choice = choice or AS_CUT
         if degree % choice.heads or self.heads % choice.heads:
             expected = f"a divisor of the {degree} ranks and of the model's {self.heads} heads"
             remedy = "Split heads over fewer ranks."
             raise PlanError("heads", expected=expected, got=str(choice.heads), remedy=remedy)
-        attention, diagonal = map(np.sum, self._attention(tokens, degree / choice.heads))
-        total = float(tokens.sum())
+        attention, diagonal = self._attention(tokens, degree / choice.heads)
+        if not is_lone:
+            attention, diagonal = float(attention.sum()), float(diagonal.sum())
         own = total
         if shares is not None:
             parts, held = parts_by_shares([int(each) for each in lengths], degree, shares)
             attention, diagonal, own = attention * degree * parts, diagonal * degree * parts, degree * held
         speed: Numbers = 1.0 if speeds is None else np.array(speeds)
         linear = self._linear(own, degree, own * self.linear_ratio(tokens, degree)) / speed
-        part = _Part(own, attention / speed, diagonal / speed, linear, len(tokens))
-        return float(np.max(self._seconds(part, total, degree, choice, self.reach(degree, choice.heads, ranks))))
+        part = Part(own, attention / speed, diagonal / speed, linear, len(lengths))
+        seconds = part_seconds(self, part, total, degree, choice, self.reach(degree, choice.heads, ranks))
+        return float(seconds if shares is speeds is None else np.max(seconds))
 
     def pieces_seconds(self, lengths: Sequence[Whole], ranks: Sequence[tuple[int, ...]], choice: Choice) -> Floats:
         """Return `piece_seconds` of pieces of `lengths[i]` over `ranks[i]`: all have several ring positions, or none.
@@ -233,8 +220,8 @@ class Cost:
         if self.trees:
             work = total * (sums(self.linear_tokens(tokens, np.repeat(degrees, counts))) / total)
         attention, diagonal = map(sums, self._attention(tokens, np.repeat(degrees / choice.heads, counts)))
-        part = _Part(total, attention, diagonal, self._linear(total, degrees, work), np.array(counts))
-        return self._seconds(part, total, degrees, choice, reach)
+        part = Part(total, attention, diagonal, self._linear(total, degrees, work), np.array(counts))
+        return part_seconds(self, part, total, degrees, choice, reach)
 
     def ring_piece_seconds(self, lengths: Whole, degrees: Whole) -> Floats:
         """Return `piece_seconds` of pieces of `lengths[i]` over `degrees[i]` ranks, in as few nodes as possible."""
@@ -244,9 +231,10 @@ class Cost:
         whole = Choice(offload=self.choices.offload_needed(tokens, degrees), recompute=self.choices.recompute)
         seconds = self._rings_seconds(tokens, degrees, whole)
         for group in self._groups(int(degrees.max(initial=1)))[1:]:
-            some = np.flatnonzero(degrees % group == 0)
-            split = replace(whole, heads=group, offload=whole.offload[some])
-            seconds[some] = np.minimum(seconds[some], self._rings_seconds(tokens[some], degrees[some], split))
+            fitting = np.flatnonzero(degrees % group == 0)
+            split = replace(whole, heads=group, offload=whole.offload[fitting])
+            own = seconds[..., fitting]
+            seconds[..., fitting] = np.minimum(own, self._rings_seconds(tokens[fitting], degrees[fitting], split))
         return seconds
 
     def compute_seconds(self, lengths: Whole) -> Floats:
@@ -265,25 +253,25 @@ class Cost:
         """
         return self._attention(tokens, positions)[0]
 
-    def _attention(self, tokens: Floats, positions: Numbers) -> tuple[Floats, Floats]:
+    def _attention(self, tokens: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
         """Return `attention_seconds`, and the first ring step's part of it."""
         diagonal, below = self.ring_step_seconds(tokens, positions)
         whole = diagonal if diagonal is below else below + (diagonal - below) / positions
         return whole, diagonal / positions
 
-    def ring_step_seconds(self, tokens: Floats, positions: Numbers) -> tuple[Floats, Floats]:
+    def ring_step_seconds(self, tokens: Numbers, positions: Numbers) -> tuple[Numbers, Numbers]:
         """Return the seconds of sequence i if all of it ran as the first ring step does, and as the others do."""
         (pairs, block), *between = seen_blocks(tokens, self.windows, self.trees)
         at = block / positions
         diagonal = below = self._blocks_seconds(pairs, at, self.block_efficiency)
-        if self.ring_efficiency and np.any(np.asarray(positions) > 1):
+        if self.ring_efficiency and some(positions > 1):
             below = self._blocks_seconds(pairs, at, self.ring_efficiency)
         for pairs, block in between:  # no diagonals: queries of one sequence, keys of another
             seconds = self._blocks_seconds(pairs, block / positions, self.ring_efficiency or self.block_efficiency)
             diagonal, below = diagonal + seconds, below + seconds
         return diagonal, below
 
-    def _blocks_seconds(self, squared: Floats, tokens: Floats, curve: Curve) -> Floats:
+    def _blocks_seconds(self, squared: Numbers, tokens: Numbers, curve: Curve) -> Numbers:
         """Return the seconds of squared tokens in blocks of so many tokens."""
         if not curve:
             return self.quadratic_seconds * squared
@@ -308,7 +296,7 @@ class Cost:
 
         far_rounds: number of a sweep's degree - 1 rounds between nodes; in each, one message leaves a node.
         """
-        if not (self.sweep_messages or self.sweep_bytes):
+        if not self._sweeps:
             return 0.0
         outside = min(self.far.bytes_per_second, self.uplink_bytes_per_second)
         links = (self.near.hop_seconds, self.near.bytes_per_second), (self.far.hop_seconds, outside)
@@ -384,36 +372,12 @@ class Cost:
         node, shared = self.ranks_per_node, self.shares_uplinks
         if ranks is not None:
             return reach_of(ranks, heads, node, shares_uplinks=shared)
-        return least_reach(degree, heads, node, crosses=self.crosses_node, shares_uplinks=shared)
+        return least_reach(degree, heads, node, crosses=self.crosses_node, shares_uplinks=shared, sweeps=self._sweeps)
 
     def _rings_seconds(self, tokens: Floats, degrees: Whole, choice: Choice) -> Floats:
         linear = self._linear(tokens, degrees, self.linear_tokens(tokens, degrees))
-        part = _Part(tokens, *self._attention(tokens, degrees / choice.heads), linear)
-        return self._seconds(part, tokens, degrees, choice, self.reach(degrees, choice.heads))
-
-    def _seconds(self, part: _Part, total: Numbers, degree: Numbers, choice: Choice, reach: Reach) -> Numbers:
-        """Sum the passes of one rank. total: tokens of the whole piece."""
-        heads, positions, near, far = choice.heads, degree / choice.heads, self.near, self.far
-        held = part.tokens / degree
-        outside = np.minimum(far.bytes_per_second, self.uplink_bytes_per_second / reach.flows)
-        ring = self.ring_bytes / np.where(reach.ring_near, near.bytes_per_second, outside)
-        repeated = np.maximum(1.0, heads / self.kv_heads)  # a group wider than the KV heads holds copies of them
-        latency = np.where(reach.ring_near, near.hop_seconds, far.hop_seconds)
-        exchanged = min(far.bytes_per_second, self.uplink_bytes_per_second / self.ranks_per_node)
-        links = np.where(reach.groups_near, near.bytes_per_second, exchanged)
-        work = Work(
-            attention=part.attention,
-            diagonal=part.diagonal,
-            linear=part.linear,
-            transfers=ring * repeated * (total * positions - total),
-            exchange=self.exchange_bytes * held * (heads - 1) / heads / links,
-            copy=None if choice is AS_CUT or not np.any(choice.offload) else self.copy_seconds(held, choice),
-            states=self.sweep_seconds(degree, reach.far_rounds, part.sequences),
-            latency=latency,
-            positions=positions,
-            degree=degree,
-        )
-        return passes_seconds(self.passes(choice.recompute), work, by_ring_step=self.stages > 1 or self.shares_uplinks)
+        part = Part(tokens, *self._attention(tokens, degrees / choice.heads), linear)
+        return part_seconds(self, part, tokens, degrees, choice, self.reach(degrees, choice.heads))
 
     def linear_tokens(self, tokens: Floats, degree: Numbers) -> Floats:
         """Return the linear work of sequence i, all `degree` ranks together, in tokens; with that on its images."""
@@ -425,7 +389,8 @@ class Cost:
 
     def _linear(self, tokens: Numbers, degree: Numbers, work: Numbers) -> Numbers:
         """Return the seconds of linear work of sequences that are cut over `degree` ranks, or whole, in tokens."""
-        return self.linear_seconds * work + self.cut_seconds * (degree > 1) * tokens
+        linear = self.linear_seconds * work
+        return linear + self.cut_seconds * (degree > 1) * tokens if some(self.cut_seconds) else linear
 
     def _groups(self, degree: int) -> list[int]:
         most = min(degree, self.heads) if self.choices.splits_heads else 1

@@ -11,9 +11,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter
+from operator import attrgetter, sub
 
-from lengthwise.core.held import held_tokens, rounding_tokens
+from lengthwise.core.held import held_at_most, held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
 from lengthwise.planner.problem.effort import CHANGE_SECONDS
 from lengthwise.planner.problem.request import PlanRequest
@@ -27,30 +27,31 @@ _PLACED = 12_000  # pieces placed per round and start: fewer tries if there are 
 _PATIENCE = 900  # tries without a better plan, after which a run ends
 _WARMTH = 0.04  # share of the makespan that a change may cost at first
 
-State = list[tuple[int, tuple[int, ...]]]  # pieces as (degree, sequences), in the order in which they are placed
+Cut = tuple[int, tuple[int, ...]]  # a piece: its degree and its sequences
+State = list[Cut]  # in the order in which they are placed
+Beside = tuple[int, int]  # tokens that fit beside the ring that a rank ran last, and the number of its microbatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """A placed state: (first rank, degree, sequences, number of the microbatch) of each piece, and its makespan.
+    """A placed state: (first rank, its end, what it leaves beside it) of each piece, and its makespan.
 
     compared_seconds: measure of tries: the makespan plus the mean time at which ranks are done.
     """
 
-    pieces: list[tuple[int, int, tuple[int, ...], int]]
-    makespan_seconds: float
-    compared_seconds: float
+    state: State
+    pieces: list[tuple[int, float, Beside]]
+    makespan_seconds: float = math.inf
+    compared_seconds: float = math.inf
 
 
 def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_seconds: float) -> list[Microbatch]:
     """Improve a plan of intervals by trying changes; return it unchanged if none helps."""
     search = Annealing(request)
-    state = [(piece.degree, piece.sequences) for microbatch in microbatches for piece in microbatch.pieces]
-    best = search.place(state)
+    best = search.place([(piece.degree, piece.sequences) for each in microbatches for piece in each.pieces])
     for _ in range(_ROUNDS):
-        layouts = best, search.run(state), search.run(search.all_in_rings())
+        layouts = best, search.run(best.state), search.run(search.all_in_rings())
         best = min(layouts, key=attrgetter("makespan_seconds"))
-        state = [(degree, sequences) for _, degree, sequences, _ in best.pieces]
     return _write(best, request) if best.makespan_seconds < makespan_seconds * (1 - NEARLY) else list(microbatches)
 
 
@@ -59,13 +60,12 @@ class Annealing:
 
     def __init__(self, request: PlanRequest) -> None:
         self.request, self.ranks, self.capacity = request, request.cluster.ranks, request.cluster.capacity_tokens
-        self.speeds = request.speeds or (1.0,) * self.ranks
-        self.launch = [request.cost.fixed_seconds / speed for speed in self.speeds]
+        self.degrees = range(1, self.ranks + 1)
+        self.launch = [request.cost.fixed_seconds / speed for speed in request.speeds or (1.0,) * self.ranks]
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
         self._at_speed = cache(request.cost.at_speed)
-        self._known: dict[tuple[int, tuple[int, ...]], tuple[list[float], int, int]] = {}
-        self._placed: dict[tuple[tuple[int, tuple[int, ...]], ...], Placement] = {}
-        self._fits: dict[tuple[int, tuple[int, ...]], bool] = {}
+        self._priced, self.fits = cache(self._price), cache(self._do_fit)
+        self._placed: dict[tuple[Cut, ...], Placement] = {}
 
     def run(self, state: State) -> Placement:
         """Try changes; return the best placement seen."""
@@ -74,14 +74,14 @@ class Annealing:
         allowed = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS * len(self.request.tokens))
         tries = int(min(_TRIES, _PLACED // len(state), allowed))
         for number in range(tries):
-            changed = self.change(state)
+            changed = self.change(current.state)
             if changed is None:
                 continue
             warmth = _WARMTH * (1 - number / tries) ** 2
             allowed = current.compared_seconds * (1 - warmth * math.log(1 - self.choose.random()))
-            layout = self.place(changed, allowed)
+            layout = self.place(changed, allowed, current)
             if layout.compared_seconds <= allowed:
-                state, current = changed, layout
+                current = layout
                 if layout.makespan_seconds < best.makespan_seconds:
                     best, found = layout, number
             if number - found > _PATIENCE:
@@ -99,7 +99,7 @@ class Annealing:
             new.insert(choose.randrange(len(new)), new.pop(place))
             return new
         if kind == 1:
-            near = (degree - 1, degree + 1, choose.randint(1, self.ranks))
+            near = (degree - 1, degree + 1, choose.choice(self.degrees))
             new[place] = (min(self.ranks, max(1, choose.choice(near))), sequences)
             return new if self.fits(*new[place]) else None
         moved = choose.choice(sequences)
@@ -107,11 +107,11 @@ class Annealing:
         other = choose.randrange(len(new))
         if kind == 2 and other != place:
             held = new[other][0]
-            wider = choose.choice((held, held, min(self.ranks, held + degree), choose.randint(1, self.ranks)))
+            wider = choose.choice((held, held, min(self.ranks, held + degree), choose.choice(self.degrees)))
             new[other] = (wider, (*new[other][1], moved))
         else:
             other = len(new)
-            new.append((choose.randint(1, self.ranks), (moved,)))
+            new.append((choose.choice(self.degrees), (moved,)))
         if not self.fits(*new[other]):
             return None
         if rest:
@@ -136,42 +136,47 @@ class Annealing:
         new[min(place, len(new)) : 0] = dealt
         return new
 
-    def place(self, state: State, allowed: float = math.inf) -> Placement:
-        """Place the pieces of a state in order, as far as the line compares within `allowed`; tries often repeat."""
+    def place(self, state: State, allowed: float = math.inf, like: Placement | None = None) -> Placement:
+        """Place the pieces of a state in order, as long as it may compare within `allowed`; tries often repeat.
+
+        like: another placement, whose first pieces may be the same ones.
+        """
         key = tuple(state)
         if key in self._placed:
             return self._placed[key]
-        free = [0.0] * self.ranks
-        beside = [(0, -1)] * self.ranks  # tokens that fit beside the ring that a rank ran last, and its number
-        pieces: list[tuple[int, int, tuple[int, ...], int]] = []
-        for number, piece in enumerate(state):
-            took, tokens, room = self._known.get(piece) or self._price(piece)
-            degree, sequences = piece
+        free, beside = [0.0] * self.ranks, [(0, -1)] * self.ranks
+        pieces = [] if like is None else like.pieces[: _alike(state, like.state)]
+        for (degree, _), (first, end, leaves) in zip(state, pieces, strict=False):
+            free[first : first + degree], beside[first : first + degree] = [end] * degree, [leaves] * degree
+        rest = [(piece, self._priced(piece)) for piece in state[len(pieces) :]]
+        left = sum(least for _, (*_, least) in rest)  # rank-seconds, at least, of those that are not placed yet
+        last = max(free)
+        for (degree, _), (took, tokens, room, least) in rest:
+            mean = (sum(free) + left) / self.ranks
+            if max(last, mean) + mean > allowed * (1 + NEARLY):
+                return Placement(state=state, pieces=pieces)
             if degree == 1:
                 rows = zip(free, took, self.launch, beside, strict=True)
                 ends = [at + seconds - launch * (tokens <= room) for at, seconds, launch, (room, _) in rows]
                 end = min(ends)
                 first = ends.index(end)
                 room, ring = beside[first]
-                beside[first] = (room - tokens, ring) if tokens <= room else (0, number)
-                free[first] = end
+                leaves = (room - tokens, ring) if tokens <= room else (0, len(pieces))
+                free[first], beside[first] = end, leaves
             else:
                 ends = [max(free[first : first + degree]) + seconds for first, seconds in enumerate(took)]
                 end = min(ends)
-                first = ends.index(end)
+                first, leaves = ends.index(end), (room, len(pieces))
                 if ends.count(end) > 1:
-                    places = (place for place, at in enumerate(ends) if at == end)
-                    first = max(places, key=lambda place: (sum(free[place : place + degree]), -place))
-                free[first : first + degree] = [end] * degree
-                beside[first : first + degree] = [(room, number)] * degree
-            pieces.append((first, degree, sequences, beside[first][1]))
-            if max(free) + sum(free) / self.ranks > allowed * (1 + NEARLY):  # later pieces only add to it
-                break
-        compared = max(free) + sum(free) / self.ranks
-        layout = Placement(pieces=pieces, makespan_seconds=max(free), compared_seconds=compared)
-        if len(pieces) == len(state):
-            self._placed[key] = layout
-        return layout
+                    places = [place for place, at in enumerate(ends) if at == end]
+                    waits = [sum(free[place : place + degree]) for place in places]
+                    first = places[waits.index(max(waits))]
+                free[first : first + degree], beside[first : first + degree] = [end] * degree, [leaves] * degree
+            pieces.append((first, end, leaves))
+            last, left = max(last, end), left - least
+        compared = last + sum(free) / self.ranks
+        self._placed[key] = Placement(state=state, pieces=pieces, makespan_seconds=last, compared_seconds=compared)
+        return self._placed[key]
 
     def all_in_rings(self) -> State:
         """Pack all sequences, longest first, into rings over all ranks: the other extreme to start from."""
@@ -185,8 +190,11 @@ class Annealing:
                 state.append((self.ranks, (i,)))
         return state
 
-    def _price(self, piece: tuple[int, tuple[int, ...]]) -> tuple[list[float], int, int]:
-        """Return a piece's seconds with launch at each first rank, its tokens, and those that fit beside it."""
+    def _price(self, piece: Cut) -> tuple[list[float], int, int, float]:
+        """Return a piece's seconds with launch at each first rank, its tokens, and those that fit beside it.
+
+        The last is the least of its rank-seconds, at the fastest place and beside a ring.
+        """
         degree, sequences = piece
         lengths = [self.request.tokens[i] for i in sequences]
         cost, topology, speeds = self.request.cost, self.request.topology, self.request.speeds
@@ -199,28 +207,35 @@ class Annealing:
             paced = {speed: self._at_speed(speed) for speed in set(slowest)}
             at = {speed: each.fixed_seconds + each.piece_seconds(lengths, degree) for speed, each in paced.items()}
             took = [at[speed] for speed in slowest]
-        room = (
-            self.capacity - self._most_held(degree, sequences) if degree > 1 and self.request.packs_beside_rings else 0
-        )
-        self._known[piece] = took, sum(lengths), room
-        return self._known[piece]
+        has_room = degree > 1 and self.request.packs_beside_rings
+        room = self.capacity - self._most_held(degree, sequences) if has_room else 0
+        least = degree * min(took) if degree > 1 else min(map(sub, took, self.launch))
+        return took, sum(lengths), room, least
 
     def _most_held(self, degree: int, sequences: tuple[int, ...]) -> int:
         return int(held_tokens([self.request.tokens[i] for i in sequences], degree).max())
 
-    def fits(self, degree: int, sequences: tuple[int, ...]) -> bool:
+    def _do_fit(self, degree: int, sequences: tuple[int, ...]) -> bool:
         """Return whether ranks hold a piece: its tokens in all, and on each position but for rounding."""
-        key = degree, sequences
-        if key not in self._fits:
-            limit = self.capacity + rounding_tokens(len(sequences), degree)
-            fit_together = sum(self.request.tokens[i] for i in sequences) <= degree * self.capacity
-            self._fits[key] = fit_together and self._most_held(degree, sequences) <= limit
-        return self._fits[key]
+        lengths = [self.request.tokens[i] for i in sequences]
+        limit = self.capacity + rounding_tokens(len(sequences), degree)
+        if sum(lengths) > degree * self.capacity:
+            return False
+        at_most = sum(held_at_most(length, degree) for length in lengths)
+        return at_most <= limit or self._most_held(degree, sequences) <= limit
+
+
+def _alike(state: State, other: State) -> int:
+    """Return how many pieces at the beginning are the same."""
+    for number, (mine, its) in enumerate(zip(state, other, strict=False)):
+        if mine is not its:
+            return number
+    return min(len(state), len(other))
 
 
 def _write(layout: Placement, request: PlanRequest) -> list[Microbatch]:
     together: dict[int, list[Piece]] = {}
-    for first, degree, sequences, number in layout.pieces:
+    for (degree, sequences), (first, _, (_, number)) in zip(layout.state, layout.pieces, strict=True):
         shares = request.topology.shares(request.tokens[sequences[0]], first, degree) if len(sequences) == 1 else None
         together.setdefault(number, []).extend(interval_microbatch(first, degree, sequences, shares).pieces)
     return [Microbatch(pieces=tuple(pieces)) for pieces in together.values()]

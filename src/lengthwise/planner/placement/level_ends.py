@@ -38,6 +38,13 @@ class LocalPack(NamedTuple):
     beside: int | None = None
 
 
+class _Alike(NamedTuple):
+    """Ranks of about one speed: the least loaded, ascending, and a heap of the others."""
+
+    first: list[Load]
+    others: list[Load]
+
+
 @dataclass(slots=True)
 class Bin:
     """Sequences of one pack (indices), the tokens that still fit, and the ring whose microbatch it shares, if any."""
@@ -118,29 +125,33 @@ def level_ends(
     for rank, after in enumerate(rooms.last):
         ranks[rank].open(rooms.take(rank, after), beside=after)
     paces = [1.0] * len(free) if speeds is None else speeds
-    heaps = _by_speed(free, paces)
+    groups = _by_speed(free, paces, _PARTNERS if launch_seconds else 1)
+    first, others = groups[0]
+    is_level, lengths, times = len(groups) == 1, short.lengths, short.seconds
     for index in left:
-        length, seconds = short.lengths[index], short.seconds[index]
-        load, rank = heaps[0][0]
-        if len(heaps) == 1 and (not launch_seconds or length <= ranks[rank].widest_tokens):  # the usual case, quickly
-            heapq.heapreplace(heaps[0], (load + seconds / paces[rank], rank))
+        length, seconds = lengths[index], times[index]
+        load, rank = first[0]
+        if is_level and (not launch_seconds or length <= ranks[rank].widest_tokens):  # the usual case, quickly
+            first[0] = heapq.heappushpop(others, (load + seconds / paces[rank], rank))
+            if launch_seconds:
+                first.sort()
         else:
-            rank = _give(heaps, ranks, length, seconds, launch_seconds, paces)
+            rank = _give(groups, ranks, length, seconds, launch_seconds, paces)
         ranks[rank].put(length, index)
-    loads = [entry for heap in heaps for entry in heap]
+    loads = [entry for group in groups for entries in group for entry in entries]
     bins, makespan = [each.packs for each in ranks], max(loads)[0]
     if speeds is None and makespan > goal_seconds:
         if launch_seconds == 0:
             for each in ranks:
                 each.open(capacity_tokens)  # one more costs nothing
         ends_of = [load for load, _ in sorted(loads, key=lambda entry: entry[1])]
-        columns = np.array(short.lengths), np.array(short.seconds)
+        columns = np.array(lengths), np.array(times)
         makespan = level_by_swaps(ends_of, bins, *columns, goal_seconds=goal_seconds, most_swaps=len(free))
     return local_packs(bins, short), makespan
 
 
 def _give(
-    heaps: Sequence[list[Load]],
+    groups: Sequence[_Alike],
     ranks: Sequence[RankPacks],
     length: int,
     seconds: float,
@@ -148,41 +159,30 @@ def _give(
     speeds: Sequence[float],
 ) -> int:
     """Add a sequence to the rank that ends it first; return the rank."""
-    end, chosen, rank = float("inf"), heaps[0], 0
-    for heap in heaps:
-        load, first = heap[0]
-        launch = 0.0 if length <= ranks[first].widest_tokens else launch_seconds
+    end, chosen, before = float("inf"), groups[0], groups[0].first[0]
+    for group in groups:
+        entry = group.first[0]
+        launch = 0.0 if length <= ranks[entry[1]].widest_tokens else launch_seconds
         if launch:
-            with_launch = load + launch / speeds[first]
-            for busier, other in sorted(heap[: 2**_PARTNERS])[1:_PARTNERS]:  # a heap's least are in its first levels
-                if busier < with_launch and length <= ranks[other].widest_tokens:
-                    load, first, launch = busier, other, 0.0
+            with_launch = entry[0] + launch / speeds[entry[1]]
+            for other in group.first[1:]:
+                if other[0] < with_launch and length <= ranks[other[1]].widest_tokens:
+                    entry, launch = other, 0.0
                     break
-        if (ends := load + (launch + seconds) / speeds[first]) < end:
-            end, chosen, rank = ends, heap, first
-    _replace(chosen, rank, end)
-    return rank
+        if (ends := entry[0] + (launch + seconds) / speeds[entry[1]]) < end:
+            end, chosen, before = ends, group, entry
+    chosen.first[chosen.first.index(before)] = heapq.heappushpop(chosen.others, (end, before[1]))
+    chosen.first.sort()
+    return before[1]
 
 
-def _replace(heap: list[Load], rank: int, load: float) -> None:
-    """Replace the load of `rank`, one of the least loaded of a heap."""
-    passed: list[Load] = []
-    while heap[0][1] != rank:
-        passed.append(heapq.heappop(heap))
-    heapq.heapreplace(heap, (load, rank))
-    for entry in passed:
-        heapq.heappush(heap, entry)
-
-
-def _by_speed(free: Sequence[float], speeds: Sequence[float]) -> list[list[Load]]:
-    """Group ranks of about one speed in heaps by when they are free: only the first of each is looked at."""
+def _by_speed(free: Sequence[float], speeds: Sequence[float], looked_at: int) -> list[_Alike]:
+    """Group ranks of about one speed by when they are free: only the first of each group are looked at."""
     distinct, numbers = np.unique(speeds, return_inverse=True)
-    heaps: list[list[Load]] = [[] for _ in range(min(len(distinct), TOLD_APART))]
+    groups: list[list[Load]] = [[] for _ in range(min(len(distinct), TOLD_APART))]
     for rank, number in enumerate(numbers.tolist()):
-        heaps[number * len(heaps) // len(distinct)].append((free[rank], rank))
-    for heap in heaps:
-        heapq.heapify(heap)
-    return heaps
+        groups[number * len(groups) // len(distinct)].append((free[rank], rank))
+    return [_Alike(loads[:looked_at], loads[looked_at:]) for loads in map(sorted, groups)]
 
 
 def local_packs(bins: Sequence[Sequence[Bin]], short: ShortSequences) -> list[LocalPack]:

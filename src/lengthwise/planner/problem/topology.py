@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.held import held_at_most
 from lengthwise.cost import Cost
+from lengthwise.cost.links import Numbers, chosen
 from lengthwise.planner.problem.effort import TOLD_APART
 from lengthwise.planner.problem.step_lengths import NEARLY, ROUNDING
 
@@ -43,7 +44,7 @@ class RingPlaces(NamedTuple):
     mean: Floats
     fastest: Floats
 
-    def at(self, some: slice) -> RingPlaces:
+    def at(self, some: slice | int) -> RingPlaces:
         """Return some of the places."""
         return RingPlaces._make(each[some] for each in self)
 
@@ -51,7 +52,7 @@ class RingPlaces(NamedTuple):
 class Extras:
     """Seconds that each first rank adds to a ring. find: returns (seconds, seconds with fast ranks' loss)."""
 
-    def __init__(self, find: Callable[[slice], tuple[Floats, Floats]]) -> None:
+    def __init__(self, find: Callable[[slice | int], tuple[Numbers, Numbers]]) -> None:
         self._find = find
 
     @cached_property
@@ -70,7 +71,7 @@ class Extras:
 
     def at(self, first: int) -> float:
         """Return the seconds that one place adds."""
-        return float(self._find(slice(first, first + 1))[0][0])
+        return float(self._find(first)[0])
 
 
 class CostAtSpeed:
@@ -131,9 +132,7 @@ class Topology:
             self._widest = cost.ranks_per_node * (2 if shared else 1)  # over two nodes: one message leaves each
         self._grid = np.ones(1) if self.speeds is None else _some_of(self.speeds)
         self._grid_slownesses = 1 / self._grid
-        self._grid_costs = [
-            [each.at_speed(speed) if speed != 1 else each for speed in self._grid] for each in self._costs
-        ]
+        self._grid_costs = [each.at_speeds(self._grid[:, None]) for each in self._costs]
         self._known: dict[tuple[int, int], tuple[float, Floats]] = {}  # of a ring: seconds by `cost`, by cost and speed
         self._places: dict[int, RingPlaces] = {}
 
@@ -148,7 +147,7 @@ class Topology:
         if self.is_level or len(some) == 0:
             return
         lengths, degrees = lengths[some], degrees[some]
-        seconds = [[each.ring_piece_seconds(lengths, degrees) for each in row] for row in self._grid_costs]
+        seconds = [each.ring_piece_seconds(lengths, degrees) for each in self._grid_costs]
         promised = seconds[0][0] if self.speeds is None else self._costs[0].ring_piece_seconds(lengths, degrees)
         keys = zip(lengths.tolist(), degrees.tolist(), strict=True)
         values = zip(promised.tolist(), np.moveaxis(np.array(seconds), 2, 0), strict=True)
@@ -167,18 +166,18 @@ class Topology:
             return Extras(partial(self._added_by_border, degree, penalty)) if penalty > 0 else None
         return Extras(partial(self._added_by_speeds, length, degree))
 
-    def _added_by_border(self, degree: int, penalty: float, some: slice) -> tuple[Floats, Floats]:
+    def _added_by_border(self, degree: int, penalty: float, some: slice | int) -> tuple[Numbers, Numbers]:
         """Return the seconds that places across a node's border add, twice."""
-        extra = np.where(self.places(degree).crosses[some], penalty, 0.0)
+        extra = chosen(self.places(degree).crosses[some], penalty, 0.0)
         return extra, extra
 
-    def _added_by_speeds(self, length: int, degree: int, some: slice) -> tuple[Floats, Floats]:
+    def _added_by_speeds(self, length: int, degree: int, some: slice | int) -> tuple[Numbers, Numbers]:
         """Return the seconds that places add to a ring, and these plus the time that fast ranks lose."""
         (promised, seconds), places = self._known[length, degree], self.places(degree).at(some)
         slownesses = 1 / self._ring_speeds(length, degree, self._capacity - _ROUNDED, places)
         rings = [np.interp(slownesses, self._grid_slownesses, row) for row in seconds]
         launches = self._costs[0].fixed_seconds * (1 / places.slowest - 1)
-        took = rings[0] if len(rings) == 1 else np.where(places.crosses, rings[1], rings[0])
+        took = rings[0] if len(rings) == 1 else chosen(places.crosses, rings[1], rings[0])
         extra = took - promised + launches
         return extra, extra + _LOST * took * (places.mean * slownesses - 1)
 
@@ -254,15 +253,16 @@ class Topology:
 
     def _ring_speeds(self, length: float, degree: int, capacity_tokens: float, places: RingPlaces) -> Floats:
         """Return the speed of a ring at each place, with up to `capacity_tokens` on a rank."""
-        tight = np.flatnonzero(length * places.fastest > capacity_tokens * degree * places.mean)
-        if len(tight) == 0:
+        is_tight = length * places.fastest > capacity_tokens * degree * places.mean
+        if not is_tight.any():
             return places.mean
         assert self.speeds is not None, "ranks that are alike have no speeds"
-        ring_speeds = places.mean.copy()
+        ring_speeds, first = np.array(places.mean, ndmin=1), np.atleast_1d(places.first)
+        tight = np.flatnonzero(is_tight)
         for some in np.array_split(tight, 1 + len(tight) * degree // _AT_ONCE):
-            speeds = self.speeds[places.first[some, None] + np.arange(degree)]
+            speeds = self.speeds[first[some, None] + np.arange(degree)]
             ring_speeds[some] = 1 / (degree * levelled(speeds, capacity_tokens / length)[1])
-        return ring_speeds
+        return ring_speeds.reshape(is_tight.shape)
 
 
 def levelled(speeds: Floats, most: float) -> tuple[Floats, Floats]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 import numpy as np
@@ -90,7 +91,7 @@ def _waves(builder: _Builder, patience: float, beginning: float | None, least: f
     """
     waves, took = list[Wave](), 0.0
     while len(builder.order):
-        if took + float(builder.alone.sum()) / builder.ranks >= least:
+        if took + builder.least_seconds >= least * (1 + ROUNDING):
             return []
         begun = builder.build(beginning) if beginning is not None and not waves else None
         if begun is None or not begun.pieces:  # an even share may be shorter than any sequence
@@ -150,18 +151,21 @@ class _Builder:
         """Build waves of several durations, longest first, up to a level one."""
         key = self.order.tobytes()
         if key not in self._known:
-            tried = self._known[key] = list[Wave]()
+            tried, most = list[Wave](), -inf
             for seconds in self.times():
                 tried.append(self.build(seconds))
+                most = max(most, tried[-1].useful)
+                tried = [each for each in tried if each.useful >= most - max(_PATIENCE) or each is tried[-1]]
                 if tried[-1].level >= _LEVEL:
                     break
+            self._known[key] = tried
         return self._known[key]
 
     def times(self) -> list[float]:
         """List the durations to try for the next wave, longest first."""
         return sorted({each for each in self._times() if each >= _SHORTEST * self.even_seconds}, reverse=True)
 
-    @property
+    @cached_property
     def even_seconds(self) -> float:
         """The duration of each of the fewest waves if all ranks were equally busy in all of them."""
         return self.launch + float(self.alone.sum()) / (self.ranks * self.fewest)
@@ -169,12 +173,21 @@ class _Builder:
     def _with_gathers(self, seconds: float) -> float:
         return float(self.cost.wave_seconds(seconds, self.cost.choices.recompute))
 
+    @cached_property
+    def _longest_seconds(self) -> float:
+        """The longest sequence's seconds at its fastest degree."""
+        degrees = np.arange(int(self.least[-1]), self.ranks + 1)
+        return float(self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[-1]), degrees).min())
+
+    @property
+    def least_seconds(self) -> float:
+        """The least time of all waves: even work, or the wave of the longest sequence."""
+        return self.launch + max(float(self.alone.sum()) / self.ranks, self._longest_seconds)
+
     def beginnings(self) -> list[float]:
         """List durations of the first wave: the longest sequence's, or an even share with one more wave."""
-        longest = len(self.order) - 1
-        degrees = np.arange(int(self.least[longest]), self.ranks + 1)
-        seconds = self.cost.ring_piece_seconds(np.full_like(degrees, self.lengths[longest]), degrees).min()
-        setting = [self.launch + more * float(seconds) for more in _LONGER]
+        seconds = self._longest_seconds
+        setting = [self.launch + more * seconds for more in _LONGER]
         setting = setting if self.launch + seconds > self.even_seconds else []
         evenly = self.launch + _SLACKS[0] * float(self.alone.sum()) / (self.ranks * (self.fewest + 1))
         return [*setting, evenly] if self.overhead else setting
