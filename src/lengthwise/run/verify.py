@@ -282,8 +282,8 @@ def _expected(
 ) -> tuple[Reference, dict[str, Rounding]]:
     """Compute the reference in one process, and the effect of rounding, by precision, if it decides.
 
-    The reference of bf16 is fp32 at the rounded parameters. That of a model with states is fp64, and that of towers that
-    train, whose biases of keys have a gradient of rounding alone.
+    The reference of bf16 is fp32 at the rounded parameters. That of a model with states is fp64, as is that of towers
+    that train, whose biases of keys have a gradient of rounding alone.
     """
     first, dtype, config = plain_attention(job.model), DTYPES[job.config.precision], job.model.text
     needs_double = has_states(config) or job.model.trains_towers
