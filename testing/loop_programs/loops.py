@@ -200,8 +200,8 @@ class Loop:
         return []
 
     def freeze(self, name: str) -> Numbers:
-        found = [each for each in self.named(name) if each.requires_grad] or list(self.named(""))[:1]
-        for each in found:
+        trained = [each for each in self.named("") if each.requires_grad]
+        for each in [each for each in self.named(name) if each.requires_grad] or trained[:1]:
             each.requires_grad_(False)
         return []
 

@@ -221,6 +221,7 @@ def describe_job(job: Job) -> str:
         return f" ({job.chosen[key]})" if key in job.chosen else " (default)" * (key not in config.model_fields_set)
 
     rows = f"{counted(len(data.ids), 'sequence')}, {count(int(data.lengths.sum()))} tokens, longest {longest}{skipped}"
+    rows += ", with images" if data.first_with_images is not None else ""
     if not job.steps.is_known:
         rows = f"raw, tokenized during training, up to {longest} tokens a sequence"
     device = f"{counted(gpus, 'GPU')} here" if gpus else f"CPU{_why_not_on_gpus(config)}"

@@ -140,7 +140,7 @@ class Tokenizing:
         is_beside = folder is not None or all(map(is_kept, row.chat.images))
         if self.meanwhile or not is_beside:
             got = "an image in a row that is read while the run trains" if self.meanwhile else "a path in other rows"
-            remedy = "Train on rows that are read at the start: `path`, or `dataset`, which has its images in itself."
+            remedy = "Take `streaming` and `remote` out." if self.meanwhile else "Give a dataset with images in itself."
             expected = "images in rows, or in files beside them, that are read at the start"
             raise DataError(row.where, expected=expected, got=got, remedy=remedy)
         try:

@@ -76,12 +76,13 @@ class Resume:
             raise OutputError(str(self.folder), expected=expected, got=got, remedy=remedy)
 
 
+_USUAL = {"train_towers": False}  # of runs of earlier versions, which had no such key
+
+
 def run_settings(config: RunConfig) -> dict[str, object]:
     """Return the settings of a run that decide what is trained."""
     given = config.model_dump(mode="json", exclude={"optimizer": {"offload"}})
     found = {key: value for key, value in given.items() if key not in FREE_SETTINGS}
-    if not found["train_towers"]:  # which runs of earlier versions did not have
-        del found["train_towers"]
     found["data"] = [_without_actors(each) for each in found["data"]]
     return found
 
@@ -99,6 +100,7 @@ def model_settings(run: Mapping[str, object]) -> dict[str, object]:
     """
     keys = ("model", "weights", "lora", "quantization", "train_towers", "precision")
     keys += ("seed",) if run.get("lora") else ()
+    run = {**_USUAL, **run}
     return {key: run.get(key) for key in keys}
 
 
@@ -124,7 +126,7 @@ def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
     checkpoint, or its settings differ; the error lists them.
     """
     folder, manifest, passed_over = CheckpointFolder(config.output / FOLDER).newest()
-    different = changed(manifest.run, run_settings(config))
+    different = changed({**_USUAL, **manifest.run}, run_settings(config))
     if different and not accept_changes:
         remedy = "Restore them, train into another output, or give {accept_changes} to continue with these."
         raise OutputError(str(folder), expected="the run's own settings", got="; ".join(different), remedy=remedy)

@@ -140,7 +140,7 @@ def towers_sentence(model: Any) -> str | None:
         names = " and ".join(name for name, each in model.named_children() if each in towers)
         number = sum(own.numel() for each in towers for own in each.parameters() if own.requires_grad)
         where = f"{kind}: {number:,} parameters of {names} train by rows with images"
-        return f"{where}; to train on text alone, requires_grad_(False) saves the memory of their gradients"
+        return f"{where}; if all rows are text, freeze them, and save their gradients' memory"
     named = {name: each for name, each in left_alone(model).items() if each.requires_grad}
     if not named:
         return None
