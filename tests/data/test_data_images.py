@@ -208,6 +208,7 @@ def test_images_inside_of_rows_are_those_of_files_beside_them(folder, monkeypatc
         ({"messages": [{"role": "user", "content": "<image>a"}, ANSWER], "images": ["a.png"]}, 'no "<image>" in texts'),
         ({"messages": [user(image(url="https://a/b.png")), ANSWER]}, "images as paths of files; got .*https"),
         ({"messages": [user(image(url="data:image/png;base64,?")), ANSWER]}, "a data URL with broken base64"),
+        ({"messages": [user(image(url="data:image/png;base64,YQ==")), ANSWER]}, "LENGTHWISE_CACHE is off"),
         ({"text": "a", "images": ["a.png"]}, '"images": images outside of chats'),
     ],
 )

@@ -19,6 +19,7 @@ from lengthwise.core.names import counted
 from lengthwise.data.dataset import NO_LOSS
 from lengthwise.data.files import content_of
 from lengthwise.data.image_cuts import image_cut
+from lengthwise.data.image_store import is_kept
 
 _ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: width and height are exchanged
 _AHEAD_BYTES, _THREADS = 256 << 20, 2  # of images decoded ahead by a rank
@@ -178,5 +179,8 @@ def processor_files(name: str, files: Sequence[str] = _OF_PROCESSOR) -> list[str
 
 def _unreadable(path: str, where: str, error: Exception, remedy: str) -> DataError:
     said = error.got if isinstance(error, DataError) else " ".join(str(error).split())[:200]
-    expected = "an image that can be read, the same in the whole run"
+    expected, path = (
+        "an image that can be read, the same in the whole run",
+        "one inside of it" if is_kept(path) else path,
+    )
     return DataError(where, expected=expected, got=f"{path}: {said or type(error).__name__}", remedy=remedy)
