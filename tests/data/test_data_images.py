@@ -208,7 +208,6 @@ def test_images_inside_of_rows_are_those_of_files_beside_them(folder, monkeypatc
         ({"messages": [{"role": "user", "content": "<image>a"}, ANSWER], "images": ["a.png"]}, 'no "<image>" in texts'),
         ({"messages": [user(image(url="https://a/b.png")), ANSWER]}, "images as paths of files; got .*https"),
         ({"messages": [user(image(url="data:image/png;base64,?")), ANSWER]}, "a data URL with broken base64"),
-        ({"messages": [user(image(url="data:image/png;base64,YQ==")), ANSWER]}, "LENGTHWISE_CACHE is off"),
         ({"text": "a", "images": ["a.png"]}, '"images": images outside of chats'),
     ],
 )
@@ -232,6 +231,8 @@ def test_images_are_refused_without_a_processor_and_in_streams(folder):
         load(folder, ROWS[:1], ByteTokenizer)
     with pytest.raises(LengthwiseError, match=r"rows\.jsonl:1.*an image in a row that is read while the run trains"):
         load(folder, ROWS[:1], read=lambda *given, **how: first_rows(*given, **how, sequences=1))
+    with pytest.raises(LengthwiseError, match=r"LENGTHWISE_CACHE: expected a folder .*; got off"):  # no fault of a row
+        load(folder, [{"messages": [user(image(url="data:image/png;base64,YQ==")), ANSWER]}], bad_rows="skip")
     (folder / "model/preprocessor_config.json").unlink()
     with pytest.raises(LengthwiseError, match="got an image, and no image processor at"):
         load(folder, ROWS[:1])

@@ -27,6 +27,7 @@ from lengthwise.run import verify_batch
 from run.small_runs import assert_equal_runs, broken_off, call, losses, told, train, whole, write_run
 from tiers import more
 
+LORA = {"r": 4, "target_modules": ["all-linear"]}
 SIZES = {"0.png": (16, 32), "1.png": (40, 24), "2.png": (64, 64), "3.png": (20, 50)}
 
 
@@ -45,7 +46,6 @@ ROWS = [
 
 @pytest.fixture
 def run_file(tmp_path, request):
-    """Write a run of rows with images for a tiny model, of the family that a test asks for."""
     (tmp_path / "pictures").mkdir()
     random = np.random.default_rng(0)
     for name, (width, high) in SIZES.items():
@@ -117,21 +117,20 @@ def test_verify_compares_images_and_says_how_many(run_file, capfd, monkeypatch, 
         assert " 0 of them" not in said
 
 
-@pytest.mark.parametrize("towers", ["false", "true"])
-def test_plan_counts_images_as_a_run_does(run_file, towers):
-    asked = ["--set", f"train_towers={towers}"]
-    output, found = train(run_file, "--ranks", 2, *asked), run_file.with_name("plan.json")
-    config = run_file.with_name("asked.yaml")
-    config.write_text(json.dumps({**json.loads(run_file.read_text()), "train_towers": towers == "true"}))
-    assert call("plan", "--config", config, "--ranks", 2, "--out", found) == 0
+@pytest.mark.parametrize(("towers", "lora"), [(False, None), (True, None), (True, LORA)])
+def test_plan_counts_images_as_a_run_does(run_file, towers, lora):
+    keys = {"train_towers": towers, "lora": lora}
+    run_file.write_text(json.dumps({**json.loads(run_file.read_text()), **keys}))
+    output, found = train(run_file, "--ranks", 2), run_file.with_name("plan.json")
+    assert call("plan", "--config", run_file, "--ranks", 2, "--out", found) == 0
     of_run = json.loads(gzip.decompress((output / "plans/step-000001.json.gz").read_bytes()))
     assert json.loads(found.read_text())["images"] == of_run["images"]
 
 
-@pytest.mark.parametrize("run_file", ["gemma3"], indirect=True)
-def test_a_tower_goes_on_from_a_checkpoint(run_file):
+@pytest.mark.parametrize(("run_file", "lora"), [("gemma3", None), more("gemma3", LORA)], indirect=["run_file"])
+def test_a_tower_goes_on_from_a_checkpoint(run_file, lora):
     """It has fewer updates than the run, those of steps with images."""
-    keys = {"global_batch": {"sequences": 1}, "checkpoint": {"every_steps": 1, "background": False}}
+    keys = {"global_batch": {"sequences": 1}, "checkpoint": {"every_steps": 1, "background": False}, "lora": lora}
     run_file.write_text(json.dumps({**json.loads(run_file.read_text()), **keys, "train_towers": True, "steps": 8}))
     wanted, found = whole(run_file), broken_off(run_file, 1, after=4)
     lengthwise.train(run_file, ranks=1, resume=True)

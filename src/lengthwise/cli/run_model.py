@@ -67,10 +67,10 @@ def images_of(config: RunConfig, dataset: Dataset, rows: Sequence[int]) -> Image
     from lengthwise.engine.batch import ReadsFiles, StepBatch
     from lengthwise.models import find_model
     from lengthwise.models.images import ImageReader
-    from lengthwise.models.model_source import build_skeleton
+    from lengthwise.models.lora import build_adapted
 
     source = find_model(config.model, weights=config.weights, train_towers=config.train_towers)
-    reader = ImageReader(build_skeleton(source.config, source))
+    reader = ImageReader(build_adapted(source, config.lora, seed=config.seed, stored=False))
     sees = ReadsFiles(reader, PixelsAhead(load_tokenizer(config.tokenizer_name).images))
     return StepBatch(dataset, rows, sees=sees).image_work()
 

@@ -110,11 +110,11 @@ def make_readable(path: Path) -> None:
     path.chmod(0o666 & ~mask)
 
 
-def replace_file(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str | bytes) -> None:
     """Write a file whole and synced; on OSError the old file stays."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_bytes(text.encode() if isinstance(text, str) else text)
         sync(unfinished)
         unfinished.replace(path)
     except BaseException:  # removes the unfinished file, after Ctrl-C too

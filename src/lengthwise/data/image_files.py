@@ -56,17 +56,20 @@ class ImageProcessor:
         except Exception as error:  # noqa: BLE001 - of files from outside
             got = " ".join(str(error).split())[:200]
             raise ValueError(f"no image processor at {name}: {type(error).__name__}: {got}") from None
-        self.cut = image_cut(self._processor, settings, tokenizer)
-        words = (self.cut.token, *(self.cut.ends or ()))
-        self.token, *self._ends = (int(tokenizer.convert_tokens_to_ids(each)) for each in words)
+        try:
+            self.cut = image_cut(self._processor, settings, tokenizer)
+        except (TypeError, KeyError, AttributeError, ArithmeticError) as error:  # of files from outside
+            raise ValueError(f"settings of images at {name}: {type(error).__name__}: {error}") from None
+        words = [self.cut.token, *(self.cut.ends or ())]
+        self.token, *self._ends = ids = tokenizer.convert_tokens_to_ids(words)
+        if tokenizer.convert_ids_to_tokens(ids) != words:
+            raise ValueError(f"a tokenizer that has not all of {', '.join(words)}")
 
     def find(self, path: str, where: str) -> ImageFile:
         """Return the image at a path, by the begin of its file. DataError, of row `where`: there is none."""
-        from PIL import Image
-
         try:
             content = json.dumps(content_of(Path(path)))
-            with Image.open(path) as image:
+            with _opened(path) as image:
                 width, height = image.size
                 # A PNG without it in its head would be decoded; one that has it at its end is found when it is
                 is_known = image.format != "PNG" or any("exif" in str(name) for name in image.info)
@@ -121,13 +124,12 @@ class ImageProcessor:
         Raises:
             DataError: the file is broken, or is not the one that the rows were made with.
         """
-        from PIL import Image
         from transformers.image_utils import load_image
 
         try:
             if json.dumps(content_of(Path(image.path))) != image.content:
                 raise ValueError("another file than the one that this row was tokenized with")
-            with Image.open(image.path) as opened:
+            with _opened(image.path) as opened:
                 found = self._processor(images=[load_image(opened)], return_tensors="pt", **self.cut.options)
             if tuple(self.cut.made(found)) != image.grid:
                 raise ValueError(f"patches {self.cut.made(found)}, and {image.grid} when it was tokenized")
@@ -166,6 +168,14 @@ class PixelsAhead:
             return self.processor.columns(image, where)
         self._bytes -= self.processor.num_bytes(image)
         return made.result()
+
+
+def _opened(path: str) -> Any:
+    """Open an image of any format but EPS, for which Pillow would run Ghostscript."""
+    from PIL import Image
+
+    Image.init()
+    return Image.open(path, formats=[each for each in Image.OPEN if each != "EPS"])
 
 
 def processor_files(name: str, files: Sequence[str] = _OF_PROCESSOR) -> list[str]:

@@ -9,10 +9,12 @@ import base64
 import binascii
 import hashlib
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from lengthwise.core.errors import OutputError
+from lengthwise.core.files import replace_file
 
 VARIABLE = "LENGTHWISE_CACHE"
 _DATA = "data:image/"  # begins a URL that has an image in itself
@@ -48,28 +50,31 @@ def image_within(given: Any) -> bytes | None:
 def keep_image(content: bytes) -> str:
     """Write an image to the cache, unless it is there; return its path. Processes may do so at the same time.
 
-    Raises ValueError if the cache is off, or cannot be written.
+    Raises:
+        OutputError: the cache is off, or cannot be written: no fault of a row.
     """
-    root = cache_folder()
+    root, expected = cache_folder(), "a folder for images that lie inside of rows"
     if root is None:
-        raise ValueError(f"an image inside of a row, which is written to the cache, and {VARIABLE} is off")
+        remedy = f"Unset {VARIABLE}, or write the images to files, and their paths into the rows."
+        raise OutputError(VARIABLE, expected=expected, got="off", remedy=remedy)
     found = hashlib.sha256(content).hexdigest()
     path = root / "images" / found[:2] / found
     try:
-        if not path.is_file() or path.stat().st_size != len(content):
+        if not path.is_file() or path.read_bytes() != content:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-                file.write(content)
-            os.replace(file.name, path)
+            replace_file(path, content)
     except OSError as error:
-        raise ValueError(f"no room for its copy at {path.parent}: {error.strerror or error}") from None
+        remedy = f"Make room, or name another folder with {VARIABLE}."
+        raise OutputError(
+            str(path.parent), expected=expected, got=error.strerror or str(error), remedy=remedy
+        ) from None
     return os.fspath(path)
 
 
 def is_kept(path: str) -> bool:
     """Return whether a path is one of `keep_image`."""
     root = cache_folder()
-    return root is not None and Path(path).is_relative_to(root / "images")
+    return root is not None and Path(os.path.normpath(path)).is_relative_to(root / "images")
 
 
 def leave_encoded(features: Any) -> None:

@@ -134,7 +134,7 @@ class Tokenizing:
         return TokenRow(kind=kind, tokens=tokens, labels=labels, weights=row.weights, images=images)
 
     def _images(self, row: RawRow, folder: Path | None) -> Sequence[ImageFile]:
-        """Return the images of a row, whose paths begin at `folder`; None for rows of a hub or a URL."""
+        """Return the images of a row, whose paths begin at `folder`, which is None for rows of a hub or a URL."""
         if row.chat is None or not row.chat.images or row.empty:
             return ()
         is_beside = folder is not None or all(map(is_kept, row.chat.images))

@@ -29,7 +29,7 @@ class _KeepDouble(TorchFunctionMode):
             if down:
                 return func(*args, **{**kwargs, "dtype": None})
         if func in _PRODUCTS and {each.dtype for each in args} == {torch.float32, torch.float64}:
-            return func(*(each.double() for each in args), **kwargs)  # Gemma 4's pooling, of whole numbers in fp32
+            return func(*(each.double() for each in args), **kwargs)  # Gemma 4's pooling, by weights made in fp32
         return func(*args, **kwargs)
 
 

@@ -159,10 +159,20 @@ def _inject(config: Any, model: nn.Module) -> None:
 
 
 def _linear_names(model: Any) -> list[str]:
-    """List the last parts of the names of linear layers, except the head, as peft's `all-linear`."""
+    """List the last parts of the names of linear layers, except the head, as peft's `all-linear`.
+
+    As many parts as no other module ends with: in towers a convolution may have the last part of a linear layer.
+    """
     head = model.get_output_embeddings()
+    others = {name for name, module in model.named_modules() if not isinstance(module, nn.Linear)}
+    ends = {tuple(name.split(".")[at:]) for name in others for at in range(name.count(".") + 1)}
+
+    def shown(name: str) -> str:
+        parts = tuple(name.split("."))
+        return ".".join(next(parts[at:] for at in range(len(parts) - 1, -1, -1) if parts[at:] not in ends))
+
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
-    return sorted({name.rpartition(".")[2] for name in linear})
+    return sorted({shown(name) for name in linear})
 
 
 def _check_targets(model: Any, names: Any) -> None:

@@ -1,8 +1,8 @@
 """The cache of large sources: the first process of a node that needs one prepares it, all others open it.
 
 Entries are folders of `~/.cache/lengthwise`, or of LENGTHWISE_CACHE, named by files (path, size, inode, time), settings
-and tokenizer. Small sources, and all with LENGTHWISE_CACHE=off, are read into memory. One process prepares, by
-`datasets.map` with a process a core; the others wait while it makes progress.
+and tokenizer; `images` there are those of `data.image_store`. Small sources, and all with LENGTHWISE_CACHE=off, are
+read into memory. One process prepares, by `datasets.map` with a process a core; the others wait while it progresses.
 """
 
 from __future__ import annotations
