@@ -150,13 +150,18 @@ def _images(
     return {"pixel_values": draw(len(sizes), 3, side, side)}, [tokens] * len(sizes)
 
 
+_TURN = (
+    "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for part in m['content'] %}"
+    "{% if part['type'] == 'image' %}IMAGE{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>"
+)
+_MARKED = (
+    f"{{% if m['role'] == 'assistant' %}}{{% generation %}}{_TURN}{{% endgeneration %}}{{% else %}}{_TURN}{{% endif %}}"
+)
 TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE"
-    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\nTURN\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""A chat template as Qwen's; each family's writes another text for an image."""
+"""A chat template as Qwen's; each family's writes another text for an image, Gemma 3's marks answers."""
 _WRITTEN = {"mistral3": "[IMG]", "internvl": "<IMG>\n", "gemma3": "<|boi|>", "gemma4": "<IMG>"}
 _WORDS = ["<|im_start|>", "<|im_end|>", "<|image_pad|>", "<|vision_start|>", "<|vision_end|>"]
 _BESIDE = {  # the token of images, and further words
@@ -204,7 +209,8 @@ def image_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
         tokenizer_object=tokens, eos_token=_WORDS[1], unk_token="?", extra_special_tokens=names
     )
     found.add_special_tokens({"additional_special_tokens": [*_WORDS[:2], *beside]})
-    found.chat_template = TEMPLATE.replace("IMAGE", _WRITTEN.get(family, "<|vision_start|><|image_pad|><|vision_end|>"))
+    template = TEMPLATE.replace("TURN", _MARKED if family == "gemma3" else _TURN)
+    found.chat_template = template.replace("IMAGE", _WRITTEN.get(family, "<|vision_start|><|image_pad|><|vision_end|>"))
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import re
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import datasets
 import numpy as np
@@ -21,6 +22,7 @@ from data.stores import prepare
 from lengthwise.config import DataSource
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.data import NO_LOSS, ByteTokenizer, load_dataset, load_tokenizer
+from lengthwise.data.image_store import is_kept, keep_image
 from lengthwise.data.load import first_rows
 from lengthwise.data.prepare import prepare_folder, to_prepare
 from lengthwise.models.images import joined_images
@@ -140,6 +142,8 @@ def test_prepared_rows_have_the_images_of_rows_in_memory_and_other_images_are_ot
     there.read(1, 0, 5)  # compared with its digest
     file, reader = here.images(0)[0], load_tokenizer(name).images
     before = reader.columns(file, "rows.jsonl:1")["pixel_values"]
+    with pytest.raises(LengthwiseError, match=r"patches \[10, 4\], and \(2, 2\) when it was tokenized"):
+        reader.columns(file._replace(grid=(2, 2)), "rows.jsonl:1")
     Image.new("RGB", (16, 40)).save(file.path)
     with pytest.raises(LengthwiseError, match=r"rows.jsonl:1: expected an image .*got .*a\.png: another file"):
         reader.columns(file, "rows.jsonl:1")
@@ -192,7 +196,13 @@ def test_images_inside_of_rows_are_those_of_files_beside_them(folder, monkeypatc
     assert there.digest() == here.digest()
     reader, files = tokenizer().images, zip(there.images(0), here.images(0), strict=True)
     assert all(torch.equal(*(reader.columns(each, "")["pixel_values"] for each in pair)) for pair in files)
-    assert len([*(folder / "cache/images").rglob("?" * 64)]) == 2
+    kept = [*(folder / "cache/images").rglob("?" * 64)]
+    assert len(kept) == 2
+    assert is_kept(str(kept[0])), "and no other file, by a path of a dataset"
+    assert not is_kept(str(folder / "cache/images/../../a.png"))
+    content = kept[0].read_bytes()
+    kept[0].write_bytes(content[::-1])
+    assert Path(keep_image(content)).read_bytes() == content
 
 
 @pytest.mark.parametrize(
@@ -200,6 +210,7 @@ def test_images_inside_of_rows_are_those_of_files_beside_them(folder, monkeypatc
     [
         ({"messages": [user("a"), ANSWER], "images": ["gone.png"]}, r"gone\.png: nothing there"),
         ({"messages": [user("a", image(path="rows.jsonl")), ANSWER]}, r"rows\.jsonl: cannot identify image file"),
+        ({"messages": [user("a", image(path="script.png")), ANSWER]}, r"script\.png: cannot identify image file"),
         ({"messages": [user("a", image(path="thin.png")), ANSWER]}, r"thin\.png: absolute aspect ratio"),
         ({"messages": [user("a", image()), ANSWER], "images": ["a.png", "a.png"]}, "1 part of .*, and 2 paths"),
         ({"messages": [user("a <|image_pad|>", image(path="a.png")), ANSWER]}, "2 places of images by"),
@@ -213,17 +224,22 @@ def test_images_inside_of_rows_are_those_of_files_beside_them(folder, monkeypatc
 )
 def test_images_that_cannot_train_are_named_by_row_and_file(folder, row, said):
     Image.new("RGB", (2, 900)).save(folder / "thin.png")
+    (folder / "script.png").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 99 99\n%%EndComments\n")
     with pytest.raises(LengthwiseError, match=rf"rows\.jsonl:2: .*{said}"):
         load(folder, [ROWS[3], row])
     dataset = load(folder, [ROWS[3], row], bad_rows="skip")
     assert dataset.skipped == {"bad": 1}
 
 
-def test_a_side_that_the_processor_rounds_away_is_named(folder):
+def test_what_a_processor_makes_nothing_of_is_named(folder):
     write_image_processor(folder / "model", "mistral3", image_model("mistral3").config)
     Image.new("RGB", (900, 2)).save(folder / "a.png")
     with pytest.raises(LengthwiseError, match=r"rows\.jsonl:1: .*a\.png: 900 x 2 pixels, of which the .* keeps none"):
         load(folder, [ROWS[1]])
+    settings = folder / "model/processor_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "image_break_token": "[NONE]"}))
+    with pytest.raises(LengthwiseError, match=r"a tokenizer that has not all of \[IMG\], \[NONE\]"):
+        load(folder, [ROWS[2]])
 
 
 def test_images_are_refused_without_a_processor_and_in_streams(folder):

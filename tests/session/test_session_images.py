@@ -171,6 +171,9 @@ def test_tiles_of_another_size_have_the_tokens_that_the_tower_makes(tmp_path):
     assert max(map(max, in_ranks(in_double(work), 2, tmp_path))) < 1e-11
     with pytest.raises(LengthwiseError, match="8 tokens for 2 images; got 32 tokens by pixel_values"):
         image_reader(text_part(model)).read(ids.numpy()[25:], {"pixel_values": pixels}, "row 1")
+    of_files = image_reader(text_part(model)).read_files(ids.numpy()[25:], [((2, 4), 8)], lambda _: row, "row 1")
+    with pytest.raises(LengthwiseError, match="32 tokens of an image, as the model makes; got 8 by"):
+        of_files.inputs(0)
 
 
 def test_a_tower_that_no_optimizer_has_gets_no_gradients_and_other_images_make_other_steps():
