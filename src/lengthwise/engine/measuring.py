@@ -1,10 +1,10 @@
-"""What a microbatch holds on this rank, measured by small passes of the model itself.
+"""What a microbatch holds on this rank, measured by small passes of the model.
 
-1. One sequence is cut as a plan would cut it, or its second half continues its first one. This rank runs its part
-  alone; what others send is zeros. A chunk of a stage runs on random hidden states, its backward on zeros. If a tower
-  trains, all tokens are those of images.
+1. One sequence is cut as a plan cuts it, or its second half continues its first. This rank runs its part alone, with
+  zeros from others. A stage's chunk runs on random hidden states, its backward on zeros. If a tower trains, all tokens
+  are those of images.
 2. Everything that an operation makes counts until it is freed; on GPUs, the allocator's peak between two saved tensors,
-  in the second pass of a size. Offload can remove what autograd saved until backward uses it.
+  in a size's second pass. Offload can remove what autograd saved until its use.
 3. A pass, and one of half its rows, give a line over the rows for each moment (`cost.MicrobatchBytes`). Where their
   operations differ (routing, scans), lines go through the highest moments of forward, loss and backward. Falling lines
   are refused.

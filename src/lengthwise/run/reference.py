@@ -31,7 +31,7 @@ from lengthwise.models import (
 )
 from lengthwise.models.quantized import compute_in
 
-_KINDS = ("mm_token_type_ids", "token_type_ids")  # columns by which models know the tokens of images
+_KINDS = ("mm_token_type_ids", "token_type_ids")  # by which models know images; not shared with the engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
