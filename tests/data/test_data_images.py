@@ -242,7 +242,7 @@ def test_what_a_processor_makes_nothing_of_is_named(folder):
         load(folder, [ROWS[2]])
 
 
-def test_images_are_refused_without_a_processor_and_in_streams(folder):
+def test_images_are_refused_without_a_processor_and_in_streams(folder, monkeypatch):
     with pytest.raises(LengthwiseError, match="a row of text, for this tokenizer; got an image, and tokenizer bytes"):
         load(folder, ROWS[:1], ByteTokenizer)
     with pytest.raises(LengthwiseError, match=r"rows\.jsonl:1.*an image in a row that is read while the run trains"):
@@ -252,3 +252,6 @@ def test_images_are_refused_without_a_processor_and_in_streams(folder):
     (folder / "model/preprocessor_config.json").unlink()
     with pytest.raises(LengthwiseError, match="got an image, and no image processor at"):
         load(folder, ROWS[:1])
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(LengthwiseError, match="expected the package pillow"):
+        load(folder, ROWS[:1], bad_rows="skip")

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from lengthwise.core.errors import DataError
+from lengthwise.core.errors import ConfigError, DataError
 from lengthwise.core.hub_access import only_cached
 from lengthwise.core.names import counted
 from lengthwise.data.dataset import NO_LOSS
@@ -43,7 +44,14 @@ class ImageProcessor:
     """The image processor of a model, from a folder or the hub. tokenizer: its tokenizer of transformers."""
 
     def __init__(self, name: str, tokenizer: Any) -> None:
-        """Load it. ValueError: there is none, or it is of a family whose rows do not train from files."""
+        """Load it. ValueError: there is none, or it is of a family whose rows do not train from files.
+
+        Raises:
+            ConfigError: Pillow is not installed, which is no fault of a row.
+        """
+        if find_spec("PIL") is None:
+            expected, remedy = "the package pillow, to read images", "Install it: pip install pillow."
+            raise ConfigError("data with images", expected=expected, got="none", remedy=remedy)
         from transformers import AutoImageProcessor
 
         is_local: Any = only_cached(name)
