@@ -4,6 +4,7 @@ import pickle
 
 import pytest
 
+from lengthwise.core import errors
 from lengthwise.core.errors import ConfigError, PlanError, Problems, short_traceback
 from lengthwise.core.names import did_you_mean
 
@@ -82,3 +83,21 @@ def test_an_error_of_ours_shows_no_frame_below_the_public_call_unless_another_ca
     assert len(names) == len(frames)
     assert all(name.startswith(start) for name, start in zip(names, frames, strict=True))
     assert raised.value.__cause__ is cause
+
+
+@pytest.mark.parametrize(("launcher", "local_rank", "waits"), [("job", "1", 1), ("job", "0", 0), ("", "1", 0)])
+def test_under_torchrun_other_ranks_leave_an_error_to_the_first_once(monkeypatch, launcher, local_rank, waits) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(errors.time, "sleep", slept.append)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    if launcher:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launcher)
+
+    @short_traceback
+    @short_traceback
+    def fail() -> None:
+        raise error("lr")
+
+    with pytest.raises(PlanError):
+        fail()
+    assert len(slept) == waits

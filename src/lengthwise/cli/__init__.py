@@ -27,7 +27,7 @@ from lengthwise.cli.train import Train
 from lengthwise.cli.verify import Verify
 from lengthwise.core import __version__
 from lengthwise.core.environment import prepare_environment
-from lengthwise.core.errors import ConfigError, LengthwiseError, printable
+from lengthwise.core.errors import ConfigError, LengthwiseError, leave_to_first_rank, printable
 from lengthwise.core.names import did_you_mean, missing_package
 
 _INTERRUPTED = 130
@@ -117,6 +117,7 @@ def _status(arguments: list[str]) -> int:
             command = read_command(arguments)
             return command.run()
         except LengthwiseError as error:
+            leave_to_first_rank(error)
             names = {} if command is None or isinstance(command, Demo) else command.names()
             print(fit_terminal(error.render(names), sys.stderr), file=sys.stderr)
             return error.exit_status

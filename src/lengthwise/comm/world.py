@@ -1,4 +1,4 @@
-"""A process's rank, its device, and the way to the others; only this module reads the launcher's environment."""
+"""A process's rank, its device, and the way to the others, from the launcher's environment."""
 
 from __future__ import annotations
 

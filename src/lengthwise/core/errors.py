@@ -6,13 +6,17 @@ its own names to `render`, as a table: {"capacity_tokens": "--capacity"}.
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
 Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
+
+_TURN_SECONDS = 5.0  # in which torchrun ends a machine's other ranks once the first has failed
 
 _CODE_LINE = re.compile(r"\n(?=    )")  # in a remedy
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)(?:\|([^{}]+))?\}")
@@ -29,6 +33,7 @@ class LengthwiseError(Exception):
     code = "error"  # short, stable and searchable
     exit_status = 1
     place = ""  # file and line of a run file's key; the message is then "PLACE WHERE: got -> expected. remedy"
+    had_turn = False  # whether it has waited for the first rank's (see `leave_to_first_rank`)
 
     def __init__(self, where: str, *, expected: str, got: str, remedy: str) -> None:
         super().__init__(where, expected, got, remedy)
@@ -209,11 +214,22 @@ def short_traceback(function: Callable[Arguments, Result]) -> Callable[Arguments
         try:
             return function(*args, **kwargs)
         except LengthwiseError as error:
+            leave_to_first_rank(error)
             if error.__cause__ is not None:  # it may be the user's own error
                 raise
             raise error.with_traceback(None) from None
 
     return call
+
+
+def leave_to_first_rank(error: LengthwiseError) -> None:
+    """Wait a moment, once an error, on other ranks than a machine's first, which torchrun ends when the first fails.
+
+    So an error of all ranks is read once; a rank whose error is its own shows it after the wait.
+    """
+    if not error.had_turn and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+        error.had_turn = True
+        time.sleep(_TURN_SECONDS)
 
 
 def as_values(problems: Sequence[LengthwiseError]) -> list[tuple[str, ...]]:
