@@ -36,7 +36,7 @@ DISK = {"offload": {"store": "disk", "ratio": 1.0}, "capacity_tokens": 40}  # in
 LAYOUTS = {
     "zero1": Layout(2, {"shard": "zero1"}),
     "zero3": Layout(3, {"shard": "zero3"}, "tied"),
-    "hybrid": Layout(4, {"shard": "hybrid", "ranks_per_node": 2}, "tied"),
+    "hybrid": Layout(4, {"shard": "hybrid", "ranks_per_node": 2, "overlap": True}, "tied"),
     "stages": Layout(2, {"stages": 2, "capacity_tokens": 140}),
     "virtual stages": Layout(4, {"stages": 2, "virtual": 2, "capacity_tokens": 80}, "tied"),
     "optimizer on the host": Layout(2, {"offload_optimizer": True}),

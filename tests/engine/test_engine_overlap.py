@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 import torch
 from testing import RecordingTransport, make_batch, make_plan, tiny_model
-from testing.laid import whole_parameters
+from testing.laid import freed_parameters, whole_parameters
 from testing.plans import in_turn
 from testing.strict import StrictWorld
 
@@ -18,6 +18,7 @@ from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.program import all_end_alone
+from sharded_runs import WAVES_OF_NODES, in_waves
 from tiers import some
 
 CPU = torch.device("cpu")
@@ -105,6 +106,34 @@ def test_overlapped_steps_are_those_of_any_other_to_the_bit(family):
             "exchange"
             not in [name for name, _ in step][step.index(next(c for c in step if c[0] == "reduce_scatter")) :]
         )
+
+
+def train_in_nodes(inner, *, overlaps):
+    """Run two steps on nodes of two ranks; return the calls of each, and this rank's sums after it."""
+    transport, model = RecordingTransport(inner), copy.deepcopy(built("llama"))
+    flat = freed_parameters(model, transport, dtype=torch.bfloat16, ranks_per_node=2, overlaps=overlaps)
+    found = []
+    for number, pieces in enumerate((WAVES_OF_NODES, WAVES_OF_NODES[:3])):  # the first ends in a ring on one rank
+        transport.calls.clear()
+        plan, batch = in_waves(make_plan(4, LENGTHS, pieces)), make_batch(LENGTHS, vocab=48, seed=number)
+        context = StepContext(model, Mesh(transport, 1), choose_kernel(CPU), name=f"step {number}", parameters=flat)
+        run_part(plan, batch, context)
+        between = [call.phase for call in transport.calls if call.name == "reduce_scatter" and call.key is None]
+        found.append((between, flat.reduce_gradients().clone()))
+        flat.clear_gradients()
+    return found
+
+
+def test_sums_between_nodes_begin_while_the_last_wave_runs_backward_if_no_rank_ends_in_a_ring():
+    built("llama")
+    apart, overlapped = (StrictWorld(4).run(lambda t, on=on: train_in_nodes(t, overlaps=on)) for on in (False, True))
+    for rank, other in zip(apart, overlapped, strict=True):
+        assert all(torch.equal(own, early) for (_, own), (_, early) in zip(rank, other, strict=True))
+        (ends_in_ring, _), (ends_alone, _) = other
+        assert all("sum of gradients" in phase for phase in ends_in_ring)
+        in_backward = ["backward" in phase for phase in ends_alone]
+        assert len(in_backward) == len(ends_in_ring) > 2
+        assert in_backward == [True] * len(in_backward)
 
 
 @pytest.mark.parametrize(

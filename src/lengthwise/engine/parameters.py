@@ -29,7 +29,7 @@ from lengthwise.engine.placing import refuse_hooks, refuse_parts, replaced, shar
 from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, in_buckets, whole_inside
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.unit_waves import Waves
-from lengthwise.engine.units import Accumulation, ModelUnit, units_of
+from lengthwise.engine.units import Accumulation, ModelUnit, UnitPart, units_of
 from lengthwise.models import ModelStage, wrapped_layers
 from lengthwise.models.modules import replace_parameters
 from lengthwise.models.own_rows import OwnRows
@@ -101,7 +101,7 @@ class Parameters:
             self.grad_shard = torch.zeros(self.layout.shard_entries, dtype=wide, device=sharding.device)
         self._dtype = all_to  # of all parameters, or None
         self._is_summed = False  # whether `grad_shard` has the sum of `grads` over the replicas
-        self._overlaps = sharding.overlaps and sharding.stays and has_replicas
+        self._overlaps = sharding.overlaps and has_replicas
         self._are_late = sharding.values_late and sharding.stays and has_replicas
         self._order: BucketOrder | None = None  # order of this step's sums
         self._sums = list[Pending]()
@@ -146,7 +146,7 @@ class Parameters:
             gradients = dict(zip(map(id, self._learning), views, strict=True))
         else:
             trained.publish()
-            self._waves = Waves(model, units, parts, trained.axes.node)
+            self._waves = Waves(model, units, parts, trained.axes.node, made=self._made_part)
         if self._are_late:
             self._wait_before(layers)
         self._added += self.stage.begin(gradients, self.grads.dtype)
@@ -181,6 +181,13 @@ class Parameters:
     def _made_gradient(self, number: int) -> None:
         if self._order is not None:
             self._sum(self._order.arrived(number))
+
+    def _made_part(self, part: UnitPart) -> None:
+        if self._order is not None:
+            made = set(map(id, part.parameters))
+            for number, own in enumerate(self._learning):
+                if id(own) in made:
+                    self._made_gradient(number)
 
     def begin_reducing(self) -> None:
         """Add up a tied head's gradient; if `overlaps`, begin the remaining sums, before any other collective."""

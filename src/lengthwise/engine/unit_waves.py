@@ -4,8 +4,7 @@ A wave is one forward of the model, and its backward if there is one. Hooks of t
 
 - before the model a new wave begins; before a layer, or a module outside of layers, forward enters its unit;
 - when backward has the gradient of a layer's output, it enters that layer: before any part of the layer runs, and
-before
-  it is recomputed (`models.checkpointing`), which gathers nothing;
+  before it is recomputed (`models.checkpointing`), which gathers nothing;
 - at the end of a backward the remaining calls of the wave are posted, for units that it did not reach.
 
 The chunked loss runs the head any number of times, so the head's unit stays from its forward to the end of its
@@ -14,7 +13,7 @@ backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,12 +28,21 @@ from lengthwise.models.adapter import in_planned_forward
 
 
 class Waves:
-    """The units of a model on one rank, with their parts; hooks of the model call it."""
+    """The units of a model on one rank, with their parts; hooks of the model call it.
+
+    made: function that is called with every part whose sum of a wave has been added.
+    """
 
     def __init__(
-        self, model: nn.Module, units: Sequence[ModelUnit], parts: Sequence[Sequence[UnitPart]], transport: Transport
+        self,
+        model: nn.Module,
+        units: Sequence[ModelUnit],
+        parts: Sequence[Sequence[UnitPart]],
+        transport: Transport,
+        *,
+        made: Callable[[UnitPart], None] = lambda _: None,
     ) -> None:
-        self._model, self._units, self._parts, self._transport = model, units, parts, transport
+        self._model, self._units, self._parts, self._transport, self._made = model, units, parts, transport, made
         kinds = [unit.kind for unit in units]
         self._forward, self._backward = forward_calls(kinds), backward_calls(kinds)
         self.is_off = False  # the model has whole parameters for now, and a rank runs it alone
@@ -171,6 +179,7 @@ class Waves:
     def _add_sum(self) -> None:
         if self._summed is not None:
             self._summed.add_sum()
+            self._made(self._summed)
             self._summed = None
 
     def _wait(self, number: int) -> None:

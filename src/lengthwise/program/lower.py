@@ -313,11 +313,14 @@ def _nodes(microbatch: Microbatch, ranks: int) -> set[int]:
     return {rank // ranks for piece in microbatch.pieces for rank in piece.ranks}
 
 
-def all_end_alone(plan: Plan, *, first: Collection[int] = ()) -> bool:
-    """Return whether no rank's last microbatch has transfers. first: microbatches that run before all others."""
+def all_end_alone(plan: Plan, *, first: Collection[int] = (), ranks_in_step: int = 1) -> bool:
+    """Return whether no node's last microbatch has transfers.
+
+    first: microbatches that run before all others. ranks_in_step: ranks of a node, see `lower_plan`.
+    """
     alone: dict[int, bool] = {}
     for index in sorted(range(len(plan.microbatches)), key=lambda index: index not in first):
         pieces = plan.microbatches[index].pieces
-        alone |= {rank: True for piece in pieces for rank in piece.ranks}
-        alone |= {rank: False for piece in pieces if piece.degree > 1 for rank in piece.ranks}
+        alone |= {rank // ranks_in_step: True for piece in pieces for rank in piece.ranks}
+        alone |= {rank // ranks_in_step: False for piece in pieces if piece.degree > 1 for rank in piece.ranks}
     return all(alone.values())

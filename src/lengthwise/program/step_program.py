@@ -117,7 +117,7 @@ def step_program(
         each: (None if each in keeps else "forward", "backward" if train else None)
         for each in sorted(microbatches, key=lambda each: each not in keeps)
     }
-    early = train and is_whole and all_end_alone(plan, first=keeps)
+    early = train and is_whole and all_end_alone(plan, first=keeps, ranks_in_step=ranks_in_step)
     return StepProgram(microbatches=microbatches, counting=counting, turns=_turns(plan, stage, kinds, sums_early=early))
 
 
