@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from sharded_runs import WAVES_OF_NODES, in_waves
 from testing import RecordingTransport, make_batch, make_plan, tiny_model
 from testing.laid import freed_parameters, whole_parameters
 from testing.plans import in_turn
@@ -18,7 +19,6 @@ from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import keep_double, wrapped_layers
 from lengthwise.program import all_end_alone
-from sharded_runs import WAVES_OF_NODES, in_waves
 from tiers import some
 
 CPU = torch.device("cpu")
