@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from loops import both_loops, in_ranks
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from testing.small import rows_of, write_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
@@ -80,6 +80,23 @@ def test_a_quantized_base_counts_its_bytes(tmp_path):
     state = model.get_base_model().state_dict()
     held = sum(each.nbytes for name, each in state.items() if "lora" not in name and "quant_" not in name)
     assert trained.frozen_bytes == pytest.approx(held, rel=0.01)
+
+
+def test_adapters_of_a_quantized_base_merge_into_the_same_base_unquantized(tmp_path):
+    folder, plain = write_model(tmp_path / "model"), partial(AutoModelForCausalLM.from_pretrained, dtype=torch.float32)
+    model = quantized_model(folder, NF4)
+    optimizer = SGD([each for each in model.parameters() if each.requires_grad])
+    with Session(model, optimizer, capacity_tokens=128) as session:
+        session.backward(STEPS[0])
+        optimizer.step()
+        session.save_pretrained(tmp_path / "adapters")
+    merged = PeftModel.from_pretrained(plain(folder), tmp_path / "adapters").merge_and_unload().state_dict()
+    deltas = {name: each.get_delta_weight("default") for name, each in model.named_modules() if hasattr(each, "lora_A")}
+    assert deltas
+    base = plain(folder).state_dict()
+    for name, delta in deltas.items():
+        weight = name.removeprefix("base_model.model.") + ".weight"
+        assert torch.allclose(merged[weight], base[weight] + delta, atol=1e-6)
 
 
 @pytest.mark.parametrize(
