@@ -18,7 +18,7 @@ from lengthwise.core.shape import UNCUT, LayerCut, ModelShape
 from lengthwise.cost.choices import AS_CUT, Choice
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.layout import ModelLayout
-from lengthwise.cost.memory import StepMemory, logits_at_once
+from lengthwise.cost.memory import CHUNK_TOKENS_ON_GPUS, StepMemory, logits_at_once
 
 RESERVED = 0.1  # share of device memory: transfers, workspace, fragments
 STEP_TOKENS = 128  # capacities are multiples of it
@@ -89,12 +89,13 @@ def recompute_capacities(
 def mixed_capacity(capacities: Mapping[str, int], tokens: int, layers: int) -> dict[str, int]:
     """Return the mix of two kinds that holds so many tokens with the fewest layers of the stronger, and what it holds.
 
-    A token's bytes are those of the two kinds, by number of layers, and a kind's are to those of another as the other's
-    capacity is to its own. {} if one kind holds as much, or all hold less.
+    A token's bytes are those of the two kinds, by number of layers; they are the inverse of the tokens that fit. Where
+    the weaker kind holds no more than a chunk of the loss, the loss may decide what fits, so nothing is mixed. {} also
+    if no two kinds hold fewer and more.
     """
     for kind, stronger in STRONGER.items():
         less, more = capacities.get(kind, 0), capacities.get(stronger, 0)
-        if 0 < less < tokens < more:
+        if CHUNK_TOKENS_ON_GPUS < less < tokens < more:
             for count in range(1, layers):
                 held = int(layers / ((layers - count) / less + count / more))
                 if held >= tokens:

@@ -87,9 +87,14 @@ class PlanOptions:
         if self.mode not in MODES:
             unknown.append(unknown_name("mode", self.mode, MODES))
         try:
-            layer_kinds(self.recompute)
+            mix = layer_kinds(self.recompute)
         except ValueError:
             unknown.append(unknown_name("recompute", self.recompute, RECOMPUTE_KINDS))
+        else:
+            if mix.count and (mix.layers != self.layers or self.offload != "off" or self.mode == "pipeline"):
+                expected = f"one kind beside offload and in pipelines, else a number of the {self.layers} layers"
+                remedy = "Use one of its kinds, or leave the others out."
+                unknown.append(ConfigError("recompute", expected=expected, got=self.recompute, remedy=remedy))
         raise_problems([each for each in unknown if each is not None])
         if self.mode == "waves" and self.planner != "lengthwise":
             remedy = "{one_mode|Use planner lengthwise, or mode free}."
