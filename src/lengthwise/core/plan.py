@@ -50,25 +50,25 @@ _MIX = re.compile(r"(\w+)\+(\d{1,6})/(\d{1,6})")
 
 
 class LayerKinds(NamedTuple):
-    """Kinds of recomputation by layer: `stronger` in the first `count` of `layers`, `kind` in the others."""
+    """Kinds of recomputation by layer: `stronger` in the first `number` of `layers`, `kind` in the others."""
 
     kind: str
     stronger: str
-    count: int = 0
+    number: int = 0
     layers: int = 1
 
     @property
     def shares(self) -> tuple[tuple[str, float], ...]:
         """Each kind with its share of the layers."""
-        share = self.count / self.layers
+        share = self.number / self.layers
         return ((self.kind, 1 - share), (self.stronger, share)) if share else ((self.kind, 1.0),)
 
     def of(self, layer: int) -> str:
         """Return the kind of a layer, the first of which is 0."""
-        return self.stronger if layer < self.count else self.kind
+        return self.stronger if layer < self.number else self.kind
 
     def __str__(self) -> str:
-        return f"{self.kind}+{self.count}/{self.layers}" if self.count else self.kind
+        return f"{self.kind}+{self.number}/{self.layers}" if self.number else self.kind
 
 
 @cache

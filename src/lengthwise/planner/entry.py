@@ -130,7 +130,7 @@ def plan_recomputed(
             continue
         cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
         try:
-            offload = "off" if layer_kinds(kind).count else options.offload
+            offload = "off" if layer_kinds(kind).number else options.offload
             plan = plan_each(tokens, cluster, cost, replace(options, recompute=kind, offload=offload))
         except PlanError as error:
             refused[kind] = error

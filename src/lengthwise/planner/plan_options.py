@@ -91,7 +91,7 @@ class PlanOptions:
         except ValueError:
             unknown.append(unknown_name("recompute", self.recompute, RECOMPUTE_KINDS))
         else:
-            if mix.count and (mix.layers != self.layers or self.offload != "off" or self.mode == "pipeline"):
+            if mix.number and (mix.layers != self.layers or self.offload != "off" or self.mode == "pipeline"):
                 expected = f"one kind beside offload and in pipelines, else a number of the {self.layers} layers"
                 remedy = "Use one of its kinds, or leave the others out."
                 unknown.append(ConfigError("recompute", expected=expected, got=self.recompute, remedy=remedy))

@@ -120,7 +120,7 @@ def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[P
 def _mix_problems(plan: Plan, microbatch: Microbatch, where: str) -> Iterator[PlanError]:
     """Check a recomputation whose first layers have a stronger kind."""
     mix = layer_kinds(microbatch.recompute)
-    if not mix.count:
+    if not mix.number:
         return
     if mix.layers != plan.layers:
         yield _problem(where, f"a number of the plan's {plan.layers} layers", microbatch.recompute)

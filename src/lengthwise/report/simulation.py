@@ -136,7 +136,7 @@ def settings_text(found: Found) -> str:
 
 def _again(recompute: str) -> list[str]:
     mix = layer_kinds(recompute)
-    some = f"{_AGAIN[mix.stronger]} in {mix.count}" * bool(mix.count)  # of the layers
+    some = f"{_AGAIN[mix.stronger]} in {mix.number}" * bool(mix.number)  # of the layers
     words = [each for each in (_AGAIN[mix.kind], some) if each]
     return [f"recompute {', '.join(words)}"] if words else []
 
