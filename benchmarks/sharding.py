@@ -381,11 +381,11 @@ def _layout_cell(row: Any, best: float) -> str:
     if (found := row.found) is None:
         return "does not fit"
     recompute = found.steps[0].recompute
-    again = {"layer": "all", "all_but_attention": "MLP", "elementwise": "norms"}.get(recompute)
+    again = {"layer": "all", "all_but_attention": "MLP", "elementwise": "norms", "none": ""}.get(recompute, recompute)
     said = f", recompute {again}" if again else ""
     ratio = found.mean_seconds / best
     took = f"**{seconds(found.mean_seconds)}**" if ratio == 1 else f"{ratio:.2f}x"
-    return f"{took}, {found.setting.capacities[recompute] // 1024}K tokens{said}"
+    return f"{took}, {found.held_tokens[recompute] // 1024}K tokens{said}"
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ WAVES_OF_NODES = [
     [Piece(ranks=(2, 0), sequences=(5,))],
     [Piece(ranks=(0,), sequences=(4,))],
 ]
-KINDS = ("none", "layer", "all_but_attention", "elementwise")
+KINDS = ("none", "layer", "all_but_attention", "elementwise", "elementwise+1/2")
 
 
 class OneOfSame(Lone):

@@ -6,8 +6,11 @@ import pytest
 from testing.peaks import HYBRIDS, VOCAB, Cell, Rank, measured_peak, predicted_at_start, predicted_by_formula
 
 from lengthwise.comm import SoloTransport
+from lengthwise.core.plan import layer_kinds
+from lengthwise.cost import mixed_capacity
 from lengthwise.engine.byte_watch import LiveBytes
 from lengthwise.engine.measuring import SmallPasses, measure_microbatch
+from lengthwise.planner.service.rank_memory import RankMemory
 from tiers import some
 
 FEW = Cell(tokens=384, logits_at_once=1 << 18)
@@ -29,6 +32,9 @@ CELLS = [
     replace(FEW, family="llama, LoRA", logits_at_once=None, recompute="elementwise"),
     replace(FEW, family="gemma3", precision="bf16", tokens=768, recompute="elementwise"),
     replace(FEW, family="qwen3_moe", tokens=768, offload=1.0, recompute="elementwise"),
+    replace(FEW, tokens=1536, recompute="elementwise+2/6"),
+    replace(FEW, family="qwen3_moe", tokens=1536, recompute="none+3/6"),
+    replace(FEW, family="qwen3", precision="bf16", tokens=1536, recompute="elementwise+5/6"),
     # Of hybrids formulas count states as kernels on GPUs keep them, the CPU's scans keep more.
     replace(FEW, family="qwen3_5", offload=1.0),
     replace(FEW, family="qwen3_5", degree=2, recompute="layer"),
@@ -55,6 +61,21 @@ def test_the_peak_with_a_prefix_computed_once_is_predicted():
     measured = measured_peak(cell)
     assert predicted_at_start(cell) / measured == pytest.approx(1, abs=0.002)
     assert predicted_at_start(cell, branches=False) / measured < 0.95
+
+
+@pytest.mark.parametrize("mix", some(["elementwise+4/6", "none+2/6"], 0))
+@pytest.mark.parametrize("family", some(["llama", *HYBRIDS], 0))
+def test_a_mix_holds_what_follows_from_the_capacities_of_its_kinds(family, mix):
+    """Measured with the mix itself: no more, and less by what the kinds differ in one of the six layers at most."""
+    rank, (kind, stronger, count, layers) = Rank(replace(FEW, family=family), SoloTransport()), layer_kinds(mix)
+    held = dict[str, int]()
+    for each in (kind, stronger, mix):
+        passes = SmallPasses(model=rank.model, kernel=rank.kernel, recompute=each)
+        layouts = {each: (measure_microbatch(passes, logits_at_once=FEW.logits_at_once),)}
+        held[each] = RankMemory(budget_bytes=1e9, layouts=layouts).most_tokens(each, 10**6)
+    tokens = int(layers / ((layers - count) / held[kind] + count / held[stronger]))
+    assert mixed_capacity(held, tokens, layers) == {mix: tokens}
+    assert 0.87 < tokens / held[mix] <= 1
 
 
 def test_fewer_tokens_never_hold_more():

@@ -31,6 +31,7 @@ from properties import costliest
 from tiers import some
 
 AGAIN = ("layer", "all_but_attention", "elementwise")
+MIXES = ("elementwise+1/2", "none+1/2")  # of two layers, the first has the stronger kind
 LENGTHS = (1, 57, 2, 3, 40, 1, 5, 7, 31, 11, 13, 8)
 RINGS = make_plan(
     3,
@@ -85,10 +86,11 @@ def test_family_without_hugging_faces_wrap_is_refused_by_name():
 
 
 @pytest.mark.parametrize(("family", "plan"), [("gemma3_text", RINGS), ("mixtral", SPLIT)], ids=["rings", "split heads"])
-def test_recomputing_changes_no_bit(family, plan):
+@pytest.mark.parametrize("kinds", [RECOMPUTE_KINDS, ("elementwise", *MIXES)], ids=["kinds", "mixes"])
+def test_recomputing_changes_no_bit(family, plan, kinds):
     kept, again = (
-        run_step(pair_of(family)["planned"], recomputing(plan, *kinds), BATCH, precision="fp32")
-        for kinds in (("none",), RECOMPUTE_KINDS)
+        run_step(pair_of(family)["planned"], recomputing(plan, *each), BATCH, precision="fp32")
+        for each in (("none",), kinds)
     )
     assert again.has_bits_of(kept)
 
@@ -148,6 +150,8 @@ def test_recomputing_keeps_what_it_says_and_no_more():
         tokens * (hidden + hidden + heads * 4 + products),
     ]
     assert live_bytes("none", layers=3) - kept > 10 * tokens * hidden
+    mixed = [2 * live_bytes(mix) for mix in MIXES]
+    assert mixed == [again[2] + again[1], kept + again[2]]
 
 
 class Products(TorchDispatchMode):
@@ -161,12 +165,14 @@ class Products(TorchDispatchMode):
 
 
 def test_no_product_runs_twice_where_elementwise_operations_alone_are_computed_again():
+    """In a mix those of the layers with the stronger kind do."""
     counted = []
-    for kind in ("none", "elementwise", "all_but_attention"):
+    for kind in ("none", "elementwise", "none+1/2", "elementwise+1/2", "all_but_attention"):
         with Products() as products:
             live_bytes(kind, attention_bias=True)
         counted.append(products.calls)
-    assert counted[2] > counted[1] == counted[0] > 0
+    assert counted[4] > counted[2] == counted[1] == counted[0] > 0
+    assert 2 * (counted[3] - counted[0]) == counted[4] - counted[0]
 
 
 def test_a_layer_outside_of_hugging_faces_wrap_is_refused():
@@ -210,5 +216,6 @@ def test_any_plan_with_split_heads_equals_plain_hugging_face_and_keeps_its_bits_
     pair, plan = pair_of("qwen3", deep=True), random_plan(choose, ranks, LENGTHS, layers=3, num_heads=MANY_HEADS)
     found = family_difference(pair, plan, LENGTHS, precision="fp64")
     assert max(found.loss, found.gradient) <= 1e-12
-    again = recomputing(plan, *(choose.choice(RECOMPUTE_KINDS) for _ in plan.microbatches))
+    kinds = (*RECOMPUTE_KINDS, "none+1/3", "elementwise+2/3")
+    again = recomputing(plan, *(choose.choice(kinds) for _ in plan.microbatches))
     assert run_step(pair["planned"], again, BATCH).has_bits_of(run_step(pair["planned"], plan, BATCH))

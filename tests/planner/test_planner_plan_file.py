@@ -32,6 +32,25 @@ def test_plan_file_reads_several_pieces_in_a_microbatch() -> None:
 
 
 @pytest.mark.parametrize(
+    ("header", "changes", "told"),
+    [
+        ({}, {"recompute": "elementwise+6/36"}, "a number of the plan's 32 layers; got elementwise\\+6/36"),
+        ({}, {"recompute": "none+6/32", "offload": 0.5}, "one kind beside offload 0.5"),
+        ({"schedule": {"kind": "pipeline", "stages": 2, "virtual": 1}}, {"recompute": "none+6/32"}, "in a pipeline"),
+    ],
+)
+def test_a_mix_of_kinds_is_read_back_and_refused_where_it_cannot_run(header, changes, told):
+    rows = {"tokens": [512], "microbatches": [{"ranks": [3], "sequences": [0], "recompute": "elementwise+6/32"}]}
+    plan = Plan.from_json(json.dumps({**json.loads(EXAMPLE), **rows}))
+    check_plan(plan)
+    assert plan.microbatches[0].recompute == "elementwise+6/32"
+    assert Plan.from_json(plan.to_json()) == plan
+    rows["microbatches"][0].update(changes)
+    with pytest.raises(PlanError, match=told):
+        check_plan(Plan.from_json(json.dumps({**json.loads(EXAMPLE), "requires": ["pipeline"], **header, **rows})))
+
+
+@pytest.mark.parametrize(
     ("key", "value", "told"),
     [
         ("schema", "lengthwise.plan/2", "lengthwise.plan/1"),
@@ -45,6 +64,9 @@ def test_plan_file_reads_several_pieces_in_a_microbatch() -> None:
         ("microbatches", [{"ranks": [0]}], "microbatch 0, piece 0: sequences"),
         ("microbatches", [{"ranks": [0], "sequences": [0], "offload": float("nan")}], "microbatch 0: offload"),
         ("microbatches", [{"ranks": [0], "sequences": [0], "recompute": "some"}], "microbatch 0: recompute"),
+        ("microbatches", [{"ranks": [0], "sequences": [0], "recompute": ["none"]}], "microbatch 0: recompute"),
+        ("microbatches", [{"ranks": [0], "sequences": [0], "recompute": "layer+1/32"}], "microbatch 0: recompute"),
+        ("microbatches", [{"ranks": [0], "sequences": [0], "recompute": "none+32/32"}], "microbatch 0: recompute"),
         ("microbatches", [{"ranks": [0], "sequences": [0], "shares": [float("inf")]}], "shares"),
         ("planner", json.loads("[" * 900 + "]" * 900), "at most 50 levels"),
         ("microbatches", [{"pieces": []}], "microbatch 0"),

@@ -11,9 +11,19 @@ from lengthwise.core.errors import PlanError
 from lengthwise.core.held import kept_ratio
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import MicrobatchBytes, Moments, StepBytes, all_terms_cost, named_hardware, named_shape
+from lengthwise.cost import (
+    Choice,
+    MicrobatchBytes,
+    Moments,
+    StepBytes,
+    all_terms_cost,
+    named_hardware,
+    named_shape,
+    step_memory,
+)
 from lengthwise.planner import PlanOptions, plan_recomputed, plan_step
 from lengthwise.planner.service.rank_memory import RankMemory
+from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import check_plan
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
@@ -42,6 +52,40 @@ def test_kinds_that_cannot_hold_a_sequence_are_left_to_others_that_can() -> None
     assert plan.microbatches[0].recompute == "layer"
     with pytest.raises(PlanError, match="2 ranks x 40960 tokens"):
         plan_recomputed([90_000], 2, COST, CAPACITIES, PlanOptions(layers=32))
+
+
+def test_as_few_layers_as_needed_have_the_stronger_kind():
+    """128K tokens over 8 ranks of an 8B model need 16K a rank: more than one kind holds, less than the next does."""
+    shape, capacities = named_shape("qwen3-8b"), {"none": 5760, "elementwise": 14_336, "all_but_attention": 59_904}
+    tokens, cost = [131_072] + [9000] * 30, all_terms_cost(shape, HARDWARE)
+    planning = StepPlanning(ranks=8, cost=cost, capacities=capacities, options=PlanOptions(layers=36))
+    plan, one = planning.plan(tokens), plan_recomputed(tokens, 8, cost, capacities, PlanOptions(layers=36))
+    assert {each.recompute for each in plan.microbatches} == {"elementwise+6/36"}
+    assert {each.recompute for each in one.microbatches} == {"all_but_attention"}
+    assert one.notes["predicted_seconds"] > 1.05 * plan.notes["predicted_seconds"]
+    assert plan.notes["bound_seconds"] <= plan.notes["predicted_seconds"]
+    assert 36 / (31 / 14_336 + 5 / 59_904) < 16_384 <= plan.capacity < 59_904  # five layers are not enough
+    memory = replace(step_memory(shape, HARDWARE, 8), shard="zero3")
+    assert memory.peak_bytes(plan.capacity, Choice(recompute="elementwise+6/36")) <= HARDWARE.device_bytes * 0.9
+
+
+@pytest.mark.parametrize(
+    ("changes", "ratio"), [({"mode": "pipeline", "stages": 2}, None), ({}, 0.5)], ids=["stages", "a ratio of offload"]
+)
+def test_stages_and_a_given_ratio_of_offload_keep_one_kind(changes, ratio):
+    capacities, options = {"elementwise": 14_336, "all_but_attention": 59_904}, PlanOptions(layers=36, **changes)
+    cost = all_terms_cost(named_shape("qwen3-8b"), HARDWARE, stages=options.stages or 1)
+    held = {kind: tokens // (1 if ratio is None else 2) for kind, tokens in capacities.items()}
+    planning = StepPlanning(ranks=8, cost=cost, capacities=held, options=options, offload_ratio=ratio)
+    assert {each.recompute for each in planning.plan([131_072]).microbatches} == {"all_but_attention"}
+
+
+def test_a_plan_that_may_offload_offloads_nothing_beside_a_mix():
+    capacities = {"elementwise": 14_336, "all_but_attention": 59_904}
+    slow = replace(COST, copy_bytes_per_second=1e8)
+    options = PlanOptions(layers=32, offload="auto")
+    (found,) = StepPlanning(ranks=8, cost=slow, capacities=capacities, options=options).plan([131_072]).microbatches
+    assert (found.recompute, found.offload) == ("elementwise+6/32", 0.0)
 
 
 LAYERS = 10

@@ -18,6 +18,7 @@ from lengthwise.program import check_plan
 from properties import costly
 
 CAPACITY = 29
+KINDS = (*RECOMPUTE_KINDS, "none+1/4", "elementwise+3/4")
 FOUR = {"quadratic": 1.0, "linear": 500.0, "fixed": 20000.0, "ring": 90.0}
 COST = plain_cost(**{f"{name}_seconds": value for name, value in FOUR.items()})
 ALL_TERMS = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))
@@ -50,7 +51,7 @@ def steps(draw):
 
 @pytest.mark.parametrize("planner", PLANNERS)
 @costly
-@given(step=steps(), cost=st.sampled_from(COSTS) | st.just(COST), recompute=st.sampled_from(RECOMPUTE_KINDS))
+@given(step=steps(), cost=st.sampled_from(COSTS) | st.just(COST), recompute=st.sampled_from(KINDS))
 @example(([41 * CAPACITY] + [1] * 40, Cluster(ranks=41, capacity_tokens=CAPACITY), None), COSTS[0], "none")
 @example(([60, 45], Cluster(ranks=3, capacity_tokens=CAPACITY), [1.0, 0.4, 1.0]), ALL_TERMS, "layer")  # makes shares
 @example(

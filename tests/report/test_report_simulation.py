@@ -79,6 +79,14 @@ def test_offload_without_which_nothing_fits_is_in_the_sentence_and_the_row(found
     assert settings_text(offloading.found).endswith("offload")
 
 
+def test_a_mix_of_kinds_says_which_and_in_how_many_layers(found) -> None:
+    mixed = [_run(found, OURS, 30.0, kind, 8192, layout="zero3") for kind in ("elementwise+6/36", "none+34/36")]
+    said = ["zero3, recompute norms, MLP in 6", "zero3, recompute norms in 34"]
+    assert [settings_text(each.found) for each in mixed] == said
+    table = answer_table(replace(_compared(found, 40.0, 30.0), layouts=(mixed[0],) * 2))
+    assert max(map(len, table.splitlines())) <= 80
+
+
 def test_tokens_are_written_as_users_give_them() -> None:
     sizes = {1 << 20: "1M", (1 << 20) + 9000: "1M", 65_536: "64K", 8 << 20: "8M", 500: "500"}
     assert [tokens_text(size) for size in sizes] == [*sizes.values()]

@@ -63,6 +63,24 @@ def test_what_cannot_fit_is_told_what_would_save_it_and_that_does(tmp_path, monk
     assert {each.recompute for plan in plans for each in plan.microbatches} != {"none"}
 
 
+def held_in_a_step(job, lengths):
+    """Return (bytes that the fuller of two ranks held in a step, bytes that it keeps, its planning, its plan)."""
+
+    def work(transport):
+        with LiveBytes() as live:
+            session = open_session(job, World(rank=transport.rank, world_size=2), transport, say=str)
+            optimizer, planning = session.optimizer, session.planning.ahead
+            for each in ((9,) * len(lengths), lengths):
+                plan, live.peak_bytes = planning.plan(each), live.now_bytes
+                step = PlannedStep(batch=make_batch(each, vocab=VOCAB), plan=plan, plan_seconds=0.0)
+                optimizer.scale_gradients(clip_factor(1.0, session.backward(step).grad_norm))
+                optimizer.step(1e-3)
+        kept = kept_bytes(session.engine.model, optimizer.parameters, job.config.optimizer)
+        return live.peak_bytes, kept, planning, plan
+
+    return max(run_ranks(work, 2), key=lambda each: each[:2])
+
+
 @pytest.mark.parametrize("virtual", [1, more(2)])
 def test_a_step_in_stages_holds_what_the_start_said(tmp_path, monkeypatch, virtual):
     """All tensors of both ranks are counted, of which the first keeps two microbatches. One stage: tests/engine."""
@@ -71,25 +89,26 @@ def test_a_step_in_stages_holds_what_the_start_said(tmp_path, monkeypatch, virtu
     keys = {"capacity_tokens": "auto", "global_batch": {"sequences": 4}, "precision": "fp32", "recompute": "none"}
     job = job_of(write_run(tmp_path, make_rows(lengths), stages=2, virtual=virtual, **keys), ranks=2)
     monkeypatch.setattr(room, "free_bytes", lambda *_: 11e6)
-
-    def work(transport):
-        with LiveBytes() as live:
-            session = open_session(job, World(rank=transport.rank, world_size=2), transport, say=str)
-            optimizer, planning = session.optimizer, session.planning.ahead
-            for each in ((9,) * 4, lengths):
-                plan, live.peak_bytes = planning.plan(each), live.now_bytes
-                step = PlannedStep(batch=make_batch(each, vocab=VOCAB), plan=plan, plan_seconds=0.0)
-                optimizer.scale_gradients(clip_factor(1.0, session.backward(step).grad_norm))
-                optimizer.step(1e-3)
-        found = planning.measured.memory
-        mine = [(each, held_by_rank(plan, each)[0][0]) for each in plan.microbatches]
-        said = max(found.peak_bytes(each.recompute, held, each.offload) for each, held in mine)
-        kept = kept_bytes(session.engine.model, optimizer.parameters, job.config.optimizer)
-        return live.peak_bytes, kept, said, found.budget_bytes
-
-    measured, kept, said, budget = max(run_ranks(work, 2))
-    assert measured <= kept + budget
+    measured, kept, planning, plan = held_in_a_step(job, lengths)
+    found = planning.measured.memory
+    mine = [(each, held_by_rank(plan, each)[0][0]) for each in plan.microbatches]
+    said = max(found.peak_bytes(each.recompute, held, each.offload) for each, held in mine)
+    assert measured <= kept + found.budget_bytes
     assert 0.95 <= (kept + said) / measured <= 1.05
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shard", ["zero1", "zero3"])
+def test_a_mix_of_kinds_holds_the_longest_sequence_on_fewer_ranks(tmp_path, monkeypatch, shard):
+    """One rank that recomputes nothing holds less than half of it, and all layers need no recomputation for that."""
+    write_model(tmp_path / "model", num_hidden_layers=8)
+    keys = {"capacity_tokens": "auto", "global_batch": {"sequences": 1}, "precision": "fp32", "shard": shard}
+    job = job_of(write_run(tmp_path, make_rows([6500]), **keys), ranks=2)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: 55e6)
+    measured, kept, planning, plan = held_in_a_step(job, (6500,))
+    assert planning.capacities["none"] < 3250
+    assert [each.recompute for each in plan.microbatches] == ["none+4/8"]
+    assert 0.8 < measured / (kept + planning.measured.memory.budget_bytes) <= 1
 
 
 def test_no_memory_is_said_with_the_bytes(tmp_path, monkeypatch, capsys):

@@ -80,10 +80,17 @@ def test_a_rival_takes_the_best_of_all_its_settings() -> None:
     """Each of them simulated: those that the search skips by the prediction of their plan are no better."""
     name, compared, (batch, _) = BY_WORK, compare(BATCHES[:1], FEW), BATCHES
     (taken,) = (row.found for row in compared.rivals if row.planner == name)
-    tries = list(lock_steps(name, [batch], 4, FEW.held("zero3")))
+    tries = list(lock_steps(name, [batch], 4, FEW.held("zero3"), layers=FEW.shape.layers))
     seconds = [run(batch, FEW, "zero3", held, kind, how).mean_seconds for kind, held, how in tries]
     assert len(set(seconds)) > 2
     assert taken.mean_seconds == min(seconds)
+
+
+def test_a_rival_may_mix_kinds_of_recomputation_too() -> None:
+    """Where one kind does not hold the longest sequence, alone or over the ranks of a ring."""
+    capacities = {"none": 5760, "elementwise": 14_336, "all_but_attention": 59_904}
+    tries = [(kind, how.degree) for kind, _, how in lock_steps(BY_WORK, [[16_384] * 8], 8, capacities, layers=36)]
+    assert {each for each in tries if "+" in each[0]} == {("elementwise+6/36", 1), ("none+18/36", 2)}
 
 
 def test_prompts_are_computed_once_where_that_pays_and_by_ours_alone() -> None:

@@ -178,7 +178,7 @@ def test_copies_hold_up_what_compute_does_not_hide() -> None:
     degree=st.sampled_from([2, 3, 4, 5, 7, 16, 33]),
     tokens_a_rank=st.integers(300, 16_000),
     link=st.sampled_from([2e9, 2e10, 5e10, 4e11]),
-    recompute=st.sampled_from(RECOMPUTE_KINDS),
+    recompute=st.sampled_from((*RECOMPUTE_KINDS, "none+1/4", "elementwise+3/4")),
     near=st.booleans(),
 )
 def test_score_prices_rings_of_pipelines_hop_by_hop_as_they_run(degree, tokens_a_rank, link, recompute, near):

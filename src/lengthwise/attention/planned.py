@@ -60,7 +60,7 @@ class PlannedAttention:
         self.num_rows = max(1, -(-rows // multiple)) * multiple  # with padding
         self.layers_run = 0  # layers that mix tokens: attention, scans, convolutions
         self.layers_kept = 0  # those of them with gradients
-        self.layers_checkpointed = 0  # those of them in a checkpointed layer's first run
+        self.layers_checkpointed = 0  # those of them in a wrapped layer's first run
         self.layers_passed = layers_passed
         self.recomputation: Recomputation | None = None  # the running checkpointed layer, if any
         self.mixers: Mapping[Any, Any] = {}  # chosen kernels of layers without attention

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 from lengthwise.core.errors import PlanError
@@ -42,6 +44,46 @@ RECOMPUTED: Mapping[str, Again | None] = {
 }
 """Kinds of recomputation (activation checkpointing), and what backward runs again."""
 RECOMPUTE_KINDS = tuple(RECOMPUTED)
+STRONGER = {"none": "elementwise", "elementwise": "all_but_attention"}
+"""The kind that the first layers of a microbatch may have, by the kind of the others. No ring runs again in either."""
+_MIX = re.compile(r"(\w+)\+(\d{1,6})/(\d{1,6})")
+
+
+class LayerKinds(NamedTuple):
+    """Kinds of recomputation by layer: `stronger` in the first `number` of `layers`, `kind` in the others."""
+
+    kind: str
+    stronger: str
+    number: int = 0
+    layers: int = 1
+
+    @property
+    def shares(self) -> tuple[tuple[str, float], ...]:
+        """Each kind with its share of the layers."""
+        share = self.number / self.layers
+        return ((self.kind, 1 - share), (self.stronger, share)) if share else ((self.kind, 1.0),)
+
+    def of(self, layer: int) -> str:
+        """Return the kind of a layer, the first of which is 0."""
+        return self.stronger if layer < self.number else self.kind
+
+    def __str__(self) -> str:
+        return f"{self.kind}+{self.number}/{self.layers}" if self.number else self.kind
+
+
+@cache
+def layer_kinds(recompute: str) -> LayerKinds:
+    """Read a recomputation: one of `RECOMPUTE_KINDS`, or a mix such as `elementwise+6/36`.
+
+    In the mix 6 of 36 layers have the kind that is `STRONGER`. ValueError: neither.
+    """
+    if recompute in RECOMPUTED:
+        return LayerKinds(recompute, recompute)
+    found = _MIX.fullmatch(recompute)
+    if found is None or found[1] not in STRONGER or not 0 < int(found[2]) < int(found[3]):
+        some = ", ".join(f"{kind}+N/LAYERS" for kind in STRONGER)
+        raise ValueError(f"{', '.join(RECOMPUTE_KINDS)}, or with N of LAYERS layers by a stronger kind {some}")
+    return LayerKinds(found[1], STRONGER[found[1]], int(found[2]), int(found[3]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,8 +307,10 @@ def _read_microbatch(row: object, where: str) -> Microbatch:
     offload, recompute = row.get("offload", 0.0), row.get("recompute", "none")
     if not is_number(offload) or not 0 <= offload <= 1:
         raise _refuse(f"{where}: offload", "a ratio from 0 to 1", offload)
-    if recompute not in RECOMPUTE_KINDS:
-        raise _refuse(f"{where}: recompute", f"one of {', '.join(RECOMPUTE_KINDS)}", recompute)
+    try:
+        layer_kinds(str(recompute))
+    except ValueError as error:
+        raise _refuse(f"{where}: recompute", f"one of {error}", recompute) from None
     read = tuple(_read_piece(piece, f"{where}, piece {i}") for i, piece in enumerate(pieces))
     return Microbatch(pieces=read, offload=float(offload), recompute=recompute)
 

@@ -9,6 +9,7 @@ from lengthwise.cost.capacity import (
     RESERVED,
     STEP_TOKENS,
     memory_of,
+    mixed_capacity,
     recompute_capacities,
     step_memory,
 )
@@ -79,6 +80,7 @@ __all__ = [
     "logits_at_once",
     "loss_bytes",
     "memory_of",
+    "mixed_capacity",
     "named_hardware",
     "named_shape",
     "offloaded_cost",

@@ -6,19 +6,19 @@ tokens, so the capacity is the largest number whose peak fits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
 from lengthwise.core.errors import ConfigError
 from lengthwise.core.held import kept_ratio, largest
 from lengthwise.core.names import counted
-from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.plan import RECOMPUTE_KINDS, STRONGER, LayerKinds
 from lengthwise.core.shape import UNCUT, LayerCut, ModelShape
 from lengthwise.cost.choices import AS_CUT, Choice
 from lengthwise.cost.hardware import Hardware
 from lengthwise.cost.layout import ModelLayout
-from lengthwise.cost.memory import StepMemory, logits_at_once
+from lengthwise.cost.memory import CHUNK_TOKENS_ON_GPUS, StepMemory, logits_at_once
 
 RESERVED = 0.1  # share of device memory: transfers, workspace, fragments
 STEP_TOKENS = 128  # capacities are multiples of it
@@ -84,6 +84,23 @@ def recompute_capacities(
         remedy = "{make_room|Use more devices a rank, recompute, or give the capacity}."
         raise ConfigError(f"model {memory.shape.name}", expected=expected, got=got, remedy=remedy)
     return {kind: tokens for kind, tokens in held.items() if tokens}
+
+
+def mixed_capacity(capacities: Mapping[str, int], tokens: int, layers: int) -> dict[str, int]:
+    """Return the mix of two kinds that holds so many tokens with the fewest layers of the stronger, and what it holds.
+
+    A token's bytes are those of the two kinds, by number of layers; they are the inverse of the tokens that fit. Where
+    the weaker kind holds no more than a chunk of the loss, the loss may decide what fits, so nothing is mixed. {} also
+    if no two kinds hold fewer and more.
+    """
+    for kind, stronger in STRONGER.items():
+        less, more = capacities.get(kind, 0), capacities.get(stronger, 0)
+        if CHUNK_TOKENS_ON_GPUS < less < tokens < more:
+            for count in range(1, layers):
+                held = int(layers / ((layers - count) / less + count / more))
+                if held >= tokens:
+                    return {str(LayerKinds(kind, stronger, count, layers)): held}
+    return {}
 
 
 def host_share_bytes(hardware: Hardware) -> float:

@@ -14,7 +14,7 @@ class Choice:
 
     heads: ranks of a group that splits heads, a divisor of the degree and of the model's heads.
     offload: offload ratio of the microbatch, 0 to 1.
-    recompute: recomputation of the microbatch, one of `core.plan.RECOMPUTE_KINDS`.
+    recompute: recomputation of the microbatch, as `core.plan.layer_kinds` reads it.
     """
 
     heads: Numbers = 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.core.held import kept_ratio
-from lengthwise.core.plan import RECOMPUTED
+from lengthwise.core.plan import RECOMPUTED, layer_kinds
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.choices import AS_CUT, Choice
 from lengthwise.cost.layout import ModelLayout
@@ -189,7 +189,7 @@ class StepMemory(ModelLayout):
     def saved_bytes(self, recompute: str) -> float:
         """Count the bytes that a device keeps of one token from forward to backward, the last norm's included.
 
-        All but two layers of them can be offloaded. recompute: one of `RECOMPUTE_KINDS`.
+        All but two layers of them can be offloaded. recompute: as `core.plan.layer_kinds` reads it.
         """
         layer = self._layer()
         saved = self.shape.layers * layer.saved(recompute) + layer.bare_norm * self.shape.hidden
@@ -332,9 +332,12 @@ class _Layer:
         widths += (widths + shape.hidden * shape.layers) * self.frozen
         return self.dtype_bytes * widths // shape.layers
 
-    def saved(self, recompute: str) -> int:
+    def saved(self, recompute: str) -> float:
         """Count the bytes that are saved from forward to backward."""
-        again = RECOMPUTED[recompute]
+        return sum(share * self._saved(kind) for kind, share in layer_kinds(recompute).shares)
+
+    def _saved(self, kind: str) -> int:
+        again = RECOMPUTED[kind]
         if again is None:
             return self.everything
         found = self.result + self.attention * (not again.attention) + self.products * (not again.products)
@@ -345,8 +348,9 @@ class _Layer:
 
         In an MLP: three unpacked widths; the gradients of its result and of two widths (of experts, one after the
         other). In a norm, if that comes first: its saved values; five or six exact numbers. A recomputed layer adds all
-        that it had not kept.
+        that it had not kept; the first layers, whose kind may be stronger, add no more than what is free by then.
         """
+        kind = layer_kinds(recompute).kind
         shape, family, narrow = self.shape, self.family, self.dtype_bytes
         active = shape.mlp_width // shape.num_mlp
         gradients = narrow * (shape.hidden + 2 * active)
@@ -354,9 +358,9 @@ class _Layer:
             gradients = narrow * (2 * shape.hidden + 2 * active // shape.experts)
         after = self.bare_norm * shape.hidden * (family.norms_after > 0)
         in_norm = (5 if family.widely or self.frozen else 6) * self.exact * shape.hidden
-        if recompute == "none":
+        if kind == "none":
             return [(3 * narrow * active, gradients - after), (self.bare_norm * shape.hidden, in_norm)]
-        kept = self.saved(recompute)
+        kept = self._saved(kind)
         again = self.everything - kept + (narrow * shape.hidden if self.exact != narrow else 0)
         return [(kept, again + max(gradients - after, in_norm * (family.norms_after > 0)))]
 

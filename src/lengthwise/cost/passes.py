@@ -12,13 +12,13 @@ In pipelines and over shared uplinks R hides per ring step (docs/decisions/trans
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from lengthwise.core.cut import position_chunks
-from lengthwise.core.plan import RECOMPUTED
+from lengthwise.core.plan import RECOMPUTED, layer_kinds
 from lengthwise.cost.links import Floats, Numbers, Reach, chosen, larger, smaller, some
 
 if TYPE_CHECKING:
@@ -47,14 +47,20 @@ BACKWARD = PassShares(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 
 def passes(forward: PassShares, backward: PassShares, recompute: str) -> tuple[PassShares, ...]:
     """List the passes of a microbatch with this kind of recomputation, forward first."""
-    again = RECOMPUTED[recompute]
-    if again is None:
+    attention = products = linear = 0.0  # shares of the layers
+    for kind, share in layer_kinds(recompute).shares:
+        if (again := RECOMPUTED[kind]) is not None:
+            attention, linear = attention + share * again.attention, linear + share
+            products += share * again.products
+    if not linear:
         return forward, backward
-    second = replace(forward, states=0.0)
-    if not again.attention:
-        second = replace(second, attention=0.0, ring=0.0, exchange=0.0)
-    if not again.products:
-        second = replace(second, linear=ELEMENTWISE * forward.linear)
+    second = PassShares(
+        attention=attention * forward.attention,
+        linear=(products + (linear - products) * ELEMENTWISE) * forward.linear,
+        ring=attention * forward.ring,
+        exchange=attention * forward.exchange,
+        states=0.0,
+    )
     return forward, second, backward
 
 

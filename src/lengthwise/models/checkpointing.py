@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lengthwise.attention import ActivationPolicy, PlannedAttention, Recomputation
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
-from lengthwise.core.plan import RECOMPUTED
+from lengthwise.core.plan import RECOMPUTED, Again, layer_kinds
 from lengthwise.models.double import as_here
 from lengthwise.models.modules import modules_of
 from lengthwise.models.text_part import trained_towers, without_towers
@@ -59,16 +59,21 @@ def apply_policy(
 def _recomputing(
     model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, *, draws: bool
 ) -> Iterator[None]:
-    again = RECOMPUTED[policy.recompute]
-    if again is None:
+    kinds = layer_kinds(policy.recompute)
+    if kinds.stronger == "none":
         yield
         return
     wrapped, precision = wrapped_layers(model), as_here()
     of_towers = _wrapped(part for tower in trained_towers(model) for part in modules_of(tower))
 
-    def run(forward: Callable[..., Any], *arguments: Any, is_planned: bool = True) -> Any:
+    def run(again: Again | None, forward: Callable[..., Any], *arguments: Any, is_planned: bool = True) -> Any:
         if not torch.is_grad_enabled():  # a forward that saves nothing, such as a loss's for its metrics
             return forward(*arguments)
+        if again is None:  # a layer that keeps everything, beside others
+            before = planned.layers_kept
+            out = forward(*arguments)
+            planned.layers_checkpointed += planned.layers_kept - before
+            return out
         layer = Recomputation(planned, again=again, saver=policy.saver) if is_planned else nullcontext()
         # torch stops a recomputation once everything saved is there. Attention saves after its ring, so no ring is
         # left halfway.
@@ -85,14 +90,14 @@ def _recomputing(
         remedy = "Call model.train(), or train with `recompute: none`."
         expected = "a model in training mode, for recomputation"
         raise ModelRefused(f"model {type(model).__name__}", expected=expected, got=got, remedy=remedy)
-    for module in wrapped:  # vars: faster than a module's __setattr__, which looks for parameters
-        vars(module).update(_gradient_checkpointing_func=run, gradient_checkpointing=True)
-    for module in of_towers:
-        vars(module).update(_gradient_checkpointing_func=partial(run, is_planned=False), gradient_checkpointing=True)
+    of_layers = [(module, partial(run, RECOMPUTED[kinds.of(layer)])) for layer, module in enumerate(wrapped)]
+    of_layers += [(module, partial(run, RECOMPUTED[kinds.stronger], is_planned=False)) for module in of_towers]
+    for module, function in of_layers:  # vars: faster than a module's __setattr__, which looks for parameters
+        vars(module).update(_gradient_checkpointing_func=function, gradient_checkpointing=True)
     try:
         yield
     finally:
-        for module in (*wrapped, *of_towers):
+        for module, _ in of_layers:
             vars(module)["gradient_checkpointing"] = False
     if planned.layers_checkpointed != planned.layers_kept:
         where = f"model {type(model).__name__}"

@@ -5,7 +5,7 @@ The same lengths, cluster, costs and planner give the same plan in any process a
 
 from lengthwise.core.sizes import PLANNING_SHARE
 from lengthwise.planner.baselines.single_degree import PACKED_DP
-from lengthwise.planner.entry import PlanStep, arithmetic_seconds, plan_recomputed, plan_step
+from lengthwise.planner.entry import PlanStep, arithmetic_seconds, plan_recomputed, plan_step, with_mixes
 from lengthwise.planner.plan_options import PlanOptions, options_of
 from lengthwise.planner.problem.bounds import bound_seconds
 from lengthwise.planner.problem.request import PlanRequest
@@ -29,4 +29,5 @@ __all__ = [
     "planner_names",
     "register_planner",
     "score",
+    "with_mixes",
 ]

@@ -11,9 +11,9 @@ from typing import TypeAlias
 import numpy as np
 
 from lengthwise.core.errors import ConfigError, PlanError, raise_problems
-from lengthwise.core.plan import Plan
+from lengthwise.core.plan import STRONGER, Plan, layer_kinds
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Choices, Cost
+from lengthwise.cost import Choices, Cost, mixed_capacity
 from lengthwise.planner.baselines.single_degree import PACKED_DP, refuse_cut
 from lengthwise.planner.plan_options import CHOICES, DEFAULT, PlanOptions
 from lengthwise.planner.portfolio import choose_plan
@@ -105,16 +105,17 @@ def plan_recomputed(
     *,
     plan_each: PlanStep = plan_step,
 ) -> Plan:
-    """Plan one step with the kind of recomputation that ends first, the same for the whole step.
+    """Plan one step with the recomputation that ends first, the same for the whole step.
 
     Activations that backward recomputes are not kept, so sequences need fewer ranks, for a third more work.
-    Kinds whose arithmetic alone takes as long as the best plan so far are not planned.
+    Kinds whose arithmetic alone takes as long as the best plan so far are not planned. Mixes are planned without
+    offload.
 
     Args:
         tokens: length of each sequence, in tokens.
         ranks: number of ranks.
         cost: the costs of work.
-        capacities: tokens that a rank holds, for each kind of recomputation to try.
+        capacities: tokens that a rank holds, for each kind of recomputation, or mix, to try.
         options: options of `plan_step`; their `recompute` is ignored.
         plan_each: function that plans with one kind (default: `plan_step`).
 
@@ -129,7 +130,8 @@ def plan_recomputed(
             continue
         cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
         try:
-            plan = plan_each(tokens, cluster, cost, replace(options, recompute=kind))
+            offload = "off" if layer_kinds(kind).number else options.offload
+            plan = plan_each(tokens, cluster, cost, replace(options, recompute=kind, offload=offload))
         except PlanError as error:
             refused[kind] = error
             continue
@@ -138,6 +140,19 @@ def plan_recomputed(
     if best is None:
         raise refused[max(refused, key=lambda kind: capacities[kind])]
     return best
+
+
+def with_mixes(capacities: Mapping[str, int], longest: int, ranks: int, options: PlanOptions) -> dict[str, int]:
+    """Add mixes of two kinds, with which the longest sequence fits on fewer ranks than with the weaker kind.
+
+    For each kind one mix at most, on the most such ranks; none in pipelines, whose stages have other layers each.
+    """
+    found = dict(capacities)
+    for kind, held in capacities.items():
+        fewer = min(ranks, -(-longest // held) - 1)
+        if fewer > 0 and kind in STRONGER and options.mode != "pipeline":
+            found |= mixed_capacity(capacities, -(-longest // fewer), options.layers)
+    return found
 
 
 def arithmetic_seconds(tokens: Sequence[int], cost: Cost, recompute: str) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 
 from lengthwise.core.errors import Collector, ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
-from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.core.plan import RECOMPUTE_KINDS, layer_kinds
 from lengthwise.core.sizes import read_whole
 from lengthwise.cost import Choices, Cost, StepMemory
 from lengthwise.planner.problem.speeds import read_speeds
@@ -26,7 +26,7 @@ class PlanOptions:
 
     planner: one of `PLANNERS`, or a registered one. layers: number of the model's layers; offload ratios and pipeline
     stages depend on it. context_tokens: context of the mesh of `static`, in tokens (default: the longest sequence).
-    recompute: recomputation in every microbatch: one of `RECOMPUTE_KINDS`. offload: `auto`: microbatches above the
+    recompute: recomputation in every microbatch, as `layer_kinds` reads it. offload: `auto`: microbatches above the
     capacity offload as much as they must; `off`: none does. heads: `auto`: each ring splits heads if that is faster;
     `off`: none does; a number such as 4: groups of 4 if possible. mode: one of `MODES`; `lengthwise` plans all of them,
     other planners only `free`, which `pipeline` runs through stages. speeds: relative speed of each rank, 1 for that of
@@ -84,9 +84,17 @@ class PlanOptions:
 
     def _refuse_names(self) -> None:
         unknown = [unknown_planner("planner", self.planner)]
-        for name, known in (("mode", MODES), ("recompute", RECOMPUTE_KINDS)):
-            value = getattr(self, name)
-            unknown += [] if value in known else [unknown_name(name, value, known)]
+        if self.mode not in MODES:
+            unknown.append(unknown_name("mode", self.mode, MODES))
+        try:
+            mix = layer_kinds(self.recompute)
+        except ValueError:
+            unknown.append(unknown_name("recompute", self.recompute, RECOMPUTE_KINDS))
+        else:
+            if mix.number and (mix.layers != self.layers or self.offload != "off" or self.mode == "pipeline"):
+                expected = f"one kind beside offload and in pipelines, else a number of the {self.layers} layers"
+                remedy = "Use one of its kinds, or leave the others out."
+                unknown.append(ConfigError("recompute", expected=expected, got=self.recompute, remedy=remedy))
         raise_problems([each for each in unknown if each is not None])
         if self.mode == "waves" and self.planner != "lengthwise":
             remedy = "{one_mode|Use planner lengthwise, or mode free}."

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
 from lengthwise.core.held import held_by_rank, kept_ratio
-from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.plan import Microbatch, Piece, Plan, layer_kinds
 from lengthwise.program.features import REQUIRED, Feature, features_of
 
 _REPORTED = 20  # problems reported in full; a broken plan can have thousands
@@ -36,6 +36,7 @@ def check_plan(plan: Plan) -> None:
         if not microbatch.pieces:
             broken.append(_problem(where, "at least one piece", "none"))
         problems += broken or _capacity_problems(plan, microbatch, where)
+        problems += _mix_problems(plan, microbatch, f"{where}: recompute")
     problems += _count_problems(plan)
     rest = len(problems) - _REPORTED
     if rest > 0:
@@ -114,6 +115,19 @@ def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[P
         for rank, tokens in held.items()
         if tokens * kept > (plan.capacity + rounding[rank]) * (1 + 1e-12)
     ]
+
+
+def _mix_problems(plan: Plan, microbatch: Microbatch, where: str) -> Iterator[PlanError]:
+    """Check a recomputation whose first layers have a stronger kind."""
+    mix = layer_kinds(microbatch.recompute)
+    if not mix.number:
+        return
+    if mix.layers != plan.layers:
+        yield _problem(where, f"a number of the plan's {plan.layers} layers", microbatch.recompute)
+    if microbatch.offload:
+        yield _problem(where, f"one kind beside offload {microbatch.offload}", microbatch.recompute)
+    if plan.schedule.get("kind") == Feature.PIPELINE:  # a stage has some of the layers
+        yield _problem(where, "one kind in a pipeline", microbatch.recompute)
 
 
 def _count_problems(plan: Plan) -> Iterator[PlanError]:

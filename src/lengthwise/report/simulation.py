@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lengthwise.core.names import counted
+from lengthwise.core.plan import layer_kinds
 from lengthwise.report.branches import branches_json, branches_notes
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
@@ -29,12 +30,7 @@ _KERNELS = {
     "flash2": "FlashAttention-2",
     "flash3": "FlashAttention-3",
 }
-_AGAIN = {
-    "none": (),
-    "layer": ("recompute all",),
-    "all_but_attention": ("recompute MLP",),
-    "elementwise": ("recompute norms",),
-}
+_AGAIN = {"none": "", "layer": "all", "all_but_attention": "MLP", "elementwise": "norms"}
 
 
 def answer_sentence(comparison: Comparison, unit: str = "tokens") -> str:
@@ -110,7 +106,7 @@ def _settings(found: Found) -> dict[str, Any]:
     how, kind = found.mesh.lock_step, found.steps[0].recompute
     return {
         "recompute": kind,
-        "capacity_tokens": found.setting.capacities[kind],
+        "capacity_tokens": found.held_tokens[kind],
         "size": how and how.size,
         "by_length": how.by_length if how and how.size else None,
         "degree": how.degree if how and (how.degree > 1 or not how.size) else None,
@@ -133,9 +129,16 @@ def settings_text(found: Found) -> str:
         where = f"ring of {how.degree}" if how.degree > 1 else "GPU"
         first = f"{how.size} a {where}{', by length' * how.by_length}"
     else:
-        packs = f"packs of {count(found.setting.capacities[kind])}"
+        packs = f"packs of {count(found.held_tokens[kind])}"
         first = f"rings of {how.degree}" if how.degree > 1 else packs
-    return ", ".join([first, *_AGAIN[kind], *(["offload"] * _offloads(found))])
+    return ", ".join([first, *_again(kind), *(["offload"] * _offloads(found))])
+
+
+def _again(recompute: str) -> list[str]:
+    mix = layer_kinds(recompute)
+    some = f"{_AGAIN[mix.stronger]} in {mix.number}" * bool(mix.number)  # of the layers
+    words = [each for each in (_AGAIN[mix.kind], some) if each]
+    return [f"recompute {', '.join(words)}"] if words else []
 
 
 def answer_notes(comparison: Comparison) -> list[str]:

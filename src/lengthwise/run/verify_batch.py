@@ -15,7 +15,7 @@ from itertools import cycle
 import numpy as np
 
 from lengthwise.core.names import counted
-from lengthwise.core.plan import RECOMPUTE_KINDS, Microbatch, Piece, Plan
+from lengthwise.core.plan import RECOMPUTE_KINDS, STRONGER, LayerKinds, Microbatch, Piece, Plan
 from lengthwise.core.shape import UNCUT
 from lengthwise.cost import Cost
 from lengthwise.cost.memory import DTYPE_BYTES, wide_bytes
@@ -199,7 +199,8 @@ def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
     config, found = job.config, list(plan.microbatches)
     said = list[str]()
     if config.recompute == "auto" and "layer" in job.trained.kinds:
-        found = [replace(each, recompute=kind) for each, kind in zip(found, cycle(RECOMPUTE_KINDS), strict=False)]
+        kinds = [*RECOMPUTE_KINDS, *_mixes(plan)]
+        found = [replace(each, recompute=kind) for each, kind in zip(found, cycle(kinds), strict=False)]
         said.append("recompute " + ", ".join(dict.fromkeys(each.recompute for each in found)))
     offload = config.offload
     if offload is not None and offload.ratio == "auto" and not any(each.offload for each in found):
@@ -209,6 +210,14 @@ def _with_all_ways(job: Job, plan: Plan) -> tuple[Plan, list[str]]:
     check_plan(changed)
     job.refuse_plan(changed)
     return changed, said
+
+
+def _mixes(plan: Plan) -> list[str]:
+    """List a mix of each pair of kinds with half of the layers each, where the plan may have them."""
+    layers, takes_mixes = plan.layers, plan.cut == UNCUT and not any(each.offload for each in plan.microbatches)
+    if layers == 1 or not takes_mixes:
+        return []
+    return [str(LayerKinds(*pair, layers // 2, layers)) for pair in STRONGER.items()]
 
 
 def _estimated(job: Job, cost: Cost, batch: StepBatch, plan: Plan, changes: tuple[str, ...]) -> VerifyBatch:

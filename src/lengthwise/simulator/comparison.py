@@ -158,7 +158,8 @@ def _shared(apart: Best, batches: Batches, scenario: Scenario) -> Best | None:
 
 def _rival(name: str, batches: Batches, scenario: Scenario) -> Best:
     """Run one of `RIVALS` at its best settings."""
-    tries = lock_steps(name, batches, scenario.devices, _held_by_work(batches, scenario, "zero3"))
+    held = _held_by_work(batches, scenario, "zero3")
+    tries = lock_steps(name, batches, scenario.devices, held, layers=scenario.shape.layers)
     meshes = [RankMesh(layout="zero3", held=((kind, held),), lock_step=how) for kind, held, how in tries]
     found = MeshSearch(planner=name, batches=batches, scenario=scenario).best_of(meshes)
     cuts = name not in (PADDED, PACKED)

@@ -15,7 +15,7 @@ from lengthwise.core.plan import Plan
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.core.timeline import Timeline
 from lengthwise.cost import Choice, StepMemory, analytic_cost, step_flops
-from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step
+from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step, with_mixes
 from lengthwise.planner.prefixes import saved_ratio
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.simulator.clocks import simulate_plan
@@ -32,9 +32,9 @@ class SimulatedStep:
 
     bound_seconds: bound of the plan, without the step's end. ideal_seconds: ideal time of the batch on these devices.
     num_tokens, flops: tokens and FLOPs of whole sequences, without padding. computed_tokens: tokens of the plan,
-    padding and repeated prefixes included. saved_ratio: as `planner.prefixes.saved_ratio`. recompute: the plan's kind.
-    most_degree, most_heads, most_offload: largest value of any piece or microbatch. shares_prompts: True if the plan
-    computes a prompt once for several sequences.
+    padding and repeated prefixes included. saved_ratio: as `planner.prefixes.saved_ratio`. recompute, capacity_tokens:
+    those of the plan. most_degree, most_heads, most_offload: largest value of any piece or microbatch. shares_prompts:
+    True if the plan computes a prompt once for several sequences.
     """
 
     step_seconds: float
@@ -49,6 +49,7 @@ class SimulatedStep:
     saved_ratio: float | None
     flops: float
     recompute: str
+    capacity_tokens: int
     most_degree: int
     most_heads: int
     most_offload: float
@@ -73,7 +74,7 @@ class Found:
     @property
     def held_tokens(self) -> dict[str, int]:
         """Tokens that a rank holds, by the kinds of recomputation in its plans."""
-        return {step.recompute: self.setting.capacities[step.recompute] for step in self.steps}
+        return {step.recompute: step.capacity_tokens for step in self.steps}
 
     @property
     def step_seconds(self) -> list[float]:
@@ -154,6 +155,7 @@ def _plan_and_simulate(
     def simulated(kinds: Mapping[str, int], with_options: PlanOptions) -> tuple[Plan, Timeline]:
         ranks, cost = setting.memory.ranks, setting.cost
         if shared is None:
+            kinds = with_mixes(kinds, max(tokens), ranks, with_options)
             plan = plan_recomputed(tokens, ranks, cost, kinds, with_options, plan_each=plan_each)
         else:
             planning = StepPlanning(ranks=ranks, cost=cost, capacities=kinds, options=with_options)
@@ -208,6 +210,7 @@ def _step(tokens: Sequence[int], plan: Plan, timeline: Timeline, setting: Settin
         saved_ratio=saved_ratio(plan),
         flops=step_flops(setting.memory.shape, tokens),
         recompute=plan.microbatches[0].recompute,
+        capacity_tokens=plan.capacity,
         most_degree=max(piece.degree for piece in pieces),
         most_heads=max(piece.heads for piece in pieces),
         most_offload=max(microbatch.offload for microbatch in plan.microbatches),

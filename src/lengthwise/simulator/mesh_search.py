@@ -16,7 +16,7 @@ from lengthwise.core.errors import ConfigError, LengthwiseError, PlanError
 from lengthwise.core.plan import Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost
-from lengthwise.planner import PlanOptions, arithmetic_seconds, plan_step
+from lengthwise.planner import PlanOptions, arithmetic_seconds, plan_step, with_mixes
 from lengthwise.simulator.found import Found, TooLarge, ideal_seconds, run_batches
 from lengthwise.simulator.meshes import RankMesh, Scenario, Setting
 
@@ -186,14 +186,15 @@ class MeshSearch:
             for (tokens, _, options), plan in self.plans[setting.mesh].items()
             if tokens == heaviest and options.offload == setting.options.offload
         }
-        latest = _FAR * min(ends.values())
+        latest = _FAR * min(ends.values(), default=inf)
         kinds = {kind: held for kind, held in setting.capacities.items() if ends.get(kind, 0.0) <= latest}
         return replace(setting, capacities=kinds)
 
 
 def _worth_planning(tokens: Sequence[int], longest_tokens: int, setting: Setting, least_seconds: float) -> Setting:
     """Keep the kinds of recomputation that hold the longest sequence and may end before the best so far."""
-    ranks, capacities = setting.memory.ranks, setting.capacities
+    ranks = setting.memory.ranks
+    capacities = with_mixes(setting.capacities, longest_tokens, ranks, setting.options)
     offloads = setting.mesh.offload != "off"
     holding = {kind: held for kind, held in capacities.items() if offloads or ranks * held >= longest_tokens}
     worth = {

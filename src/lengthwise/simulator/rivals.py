@@ -15,7 +15,7 @@ import numpy as np
 
 from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost
+from lengthwise.cost import Cost, mixed_capacity
 from lengthwise.planner import PlanOptions, score
 from lengthwise.program.features import with_requires
 from lengthwise.program.ring_order import ring_order
@@ -100,17 +100,19 @@ def packed(tokens: Sequence[int], capacity_tokens: int) -> list[list[int]]:
 
 
 def lock_steps(
-    name: str, batches: Sequence[Sequence[int]], ranks: int, capacities: Mapping[str, int]
+    name: str, batches: Sequence[Sequence[int]], ranks: int, capacities: Mapping[str, int], *, layers: int
 ) -> Iterator[tuple[str, int, LockStep]]:
     """Yield the settings of one of `RIVALS` that hold the longest sequence: (recomputation, tokens of a rank, planner).
 
-    Packs are so large that every rank has one in each microbatch. capacities: tokens of a rank, by recomputation.
+    Packs are so large that every rank has one in each microbatch. capacities: tokens of a rank, by recomputation. Where
+    one kind does not hold the longest, a part of the `layers` may have a stronger one, as in our plans.
     """
     longest, most_tokens = max(map(max, batches)), max(map(sum, batches))
     divisors = [d for d in range(2, ranks + 1) if ranks % d == 0]
     degrees = {PADDED_RINGS: divisors, ONE_RING: divisors, BY_WORK: [1, *divisors]}.get(name, [1])
-    for degree, (kind, held) in product(degrees, capacities.items()):
-        least = -(-longest // degree)
+    leasts = [(degree, -(-longest // degree)) for degree in degrees]
+    holding = [(*each, {**capacities, **mixed_capacity(capacities, each[1], layers)}) for each in leasts]
+    for degree, least, kind, held in ((*each, *of) for *each, kinds in holding for of in kinds.items()):
         if least > held:
             continue
         if name in (PADDED, PADDED_RINGS):

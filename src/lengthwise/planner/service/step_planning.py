@@ -12,7 +12,7 @@ from lengthwise.core.held import fullest_tokens, kept_ratio
 from lengthwise.core.plan import Images, Plan
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.cost import Cost, StepMemory, laid_cost
-from lengthwise.planner import PACKED_DP, PLANNING_SHARE, PlanOptions, options_of, plan_recomputed
+from lengthwise.planner import PACKED_DP, PLANNING_SHARE, PlanOptions, options_of, plan_recomputed, with_mixes
 from lengthwise.planner.prefixes import plan_apart, plan_shared, work_left
 from lengthwise.planner.service.rank_memory import Capacities
 from lengthwise.program import check_plan
@@ -120,7 +120,8 @@ class StepPlanning:
         options = replace(self.options, context_tokens=context_tokens, planning_share=planning_share)
         if sum(lengths) <= min(held.values()):  # one rank could hold all of them
             options = replace(options, offload="off")
-        plan = plan_recomputed(tuple(lengths), self.ranks, cost, held, options)
+        kinds = held if self.offload_ratio else with_mixes(held, max(lengths), self.ranks, options)
+        plan = plan_recomputed(tuple(lengths), self.ranks, cost, kinds, options)
         if self.offload_ratio:
             microbatches = tuple(replace(microbatch, offload=self.offload_ratio) for microbatch in plan.microbatches)
             capacity = self.capacities[plan.microbatches[0].recompute]
