@@ -1,9 +1,9 @@
 """`capacity_tokens: auto`: the tokens that a rank holds beside what it keeps from step to step, measured at the start.
 
 Small passes (`engine.measuring`) tell the bytes of a microbatch for each kind of recomputation that may be taken: on a
-rank alone, over a ring, with heads split, and with a prefix computed once. Where another kernel computes long sequences,
-what it takes inside is measured alone (`engine.long_kernel`). A stage measures its own layers, and counts the
-microbatches that it keeps beside one. A tenth of the free memory stays free. The capacity is the least of all
+rank alone, over a ring, with heads split, and with a prefix computed once. Where another kernel computes long
+sequences, what it takes inside is measured alone (`engine.long_kernel`). A stage measures its own layers, and counts
+the microbatches that it keeps beside one. A tenth of the free memory stays free. The capacity is the least of all
 ranks, in steps of 128 tokens. Where twice the bytes that the largest batch needs without recomputation are free,
 nothing more is measured.
 """
