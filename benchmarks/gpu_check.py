@@ -57,6 +57,7 @@ def run_part(name: str, command: Sequence[str], limit_seconds: float, folder: Pa
     log, start = folder / f"{name}.log", time.perf_counter()
     ended = run_limited(command, log, limit_seconds)
     row = {"table": "part", "name": name, "ended": ended, "seconds": time.perf_counter() - start}
+    row |= {"decides": PARTS[name].decides}
     (folder / f"{name}-part.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     print(f"{name}: {ended} after {row['seconds']:.1f} s", flush=True)
     if ended != "ok":
@@ -66,7 +67,7 @@ def run_part(name: str, command: Sequence[str], limit_seconds: float, folder: Pa
 
 def write_table(name: str, arguments: argparse.Namespace) -> None:
     """Write one table, in this process."""
-    from gpu import many, replay, steps, tables
+    from gpu import many, replay, steps, tables, trace
     from gpu.rows import Records, add_place, clocks
 
     sizes, records = sizes_of(arguments.device, tiny=arguments.tiny), Records(arguments.out, name)
@@ -75,7 +76,7 @@ def write_table(name: str, arguments: argparse.Namespace) -> None:
     if name.startswith("steps"):
         steps.steps(sizes, records, name)
     elif name != "place":
-        owner = {"many": many, "replay": replay}.get(name, tables)
+        owner = {"many": many, "replay": replay, "replay_waves": replay, "trace": trace}.get(name, tables)
         getattr(owner, name)(sizes, records)
     records.add("end", clocks=clocks())
 
@@ -96,10 +97,13 @@ def refuse_without_gpus() -> None:
 
 
 def expected_lines(parts: Sequence[str], arguments: argparse.Namespace) -> list[str]:
-    """Say how long parts should take, by arithmetic, and what they may take."""
+    """Say how long parts should take, by arithmetic, what they may take, and what they decide."""
     sizes = sizes_of(arguments.device, tiny=arguments.tiny)
     seconds = {name: PARTS[name].estimate(sizes) for name in parts}
-    lines = [f"{name}: about {seconds[name]:.0f} s, at most {PARTS[name].limit_seconds:g} s" for name in parts]
+    lines = [
+        f"{name}: about {seconds[name]:.0f} s, at most {PARTS[name].limit_seconds:g} s; {PARTS[name].decides}"
+        for name in parts
+    ]
     limits = sum(PARTS[name].limit_seconds for name in parts)
     return [*lines, f"all: about {sum(seconds.values()) / 60:.0f} min, at most {limits / 60:.0f} min, by arithmetic"]
 

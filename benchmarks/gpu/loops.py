@@ -66,12 +66,23 @@ class OurLoop:
 class PlainLoop:
     """Plain Hugging Face: `packed` by torch's varlen attention, else one document at a time by its own sdpa."""
 
-    def __init__(self, name: str, device: torch.device, dtype: torch.dtype, *, packed: bool, pack_tokens: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        packed: bool,
+        pack_tokens: int,
+        fused_layers: str = "off",
+    ) -> None:
         AttentionInterface.register(VARLEN, _varlen)
         AttentionMaskInterface.register(VARLEN, lambda *_args, **_options: None)
         self.device, self.said, self._packed, self._pack_tokens = device, list[str](), packed, pack_tokens
         self.model = draw_model(name, device, attention=VARLEN if packed else plain_attention(model_source(name)))
         self.parameters = whole_parameters(self.model, SoloTransport(), dtype=dtype)
+        computing = Computing(fused_layers=fused_layers)
+        choose_layers(self.model, computing, device, dtype=dtype, say=self.said.append).put()
         fused = device.type == "cuda"
         self._optimizer = sliced_optimizer(OptimizerConfig(), self.model, self.parameters, 0, fused=fused)
 

@@ -6,11 +6,14 @@
 4. They take the places that the plan's order gives them: one starts when all its ranks are free, and ends after the
    slowest of them and what its transfers take beyond computing, which is modelled.
 
-So the makespan has the device's own arithmetic, and the simulator's error can be read beside it.
+So the makespan has the device's own arithmetic, and the simulator's error can be read beside it. Plans in waves, as of
+sharded parameters, run in lock-step: a wave ends for all ranks after the slowest of them, and what gathers and sums
+take beyond its passes, which is modelled, too. Not included: what a transfer's kernels take from attention beside them.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -28,49 +31,86 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.core.measurements import Measurements
 from lengthwise.core.plan import Microbatch, Plan
 from lengthwise.core.shape import Cluster
-from lengthwise.cost import Cost, shape_from_config
+from lengthwise.cost import Cost, named_hardware, shape_from_config
 from lengthwise.cost.fit import with_curves, with_terms
 from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import StepBatch, random_batch
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.profiler.rank_profiler import ProfileSettings, profile
-from lengthwise.simulator import simulate_plan
+from lengthwise.simulator import LAYOUTS, OURS, Scenario, compare, simulate_plan
+from lengthwise.simulator.rivals import BY_WORK, ONE_RING, PACKED
 from lengthwise.simulator.rounds import microbatch_clocks
 
+WAVES = (PACKED, ONE_RING, BY_WORK, OURS)  # the rows of `lengthwise simulate` that are replayed by waves
 Seconds = Mapping[tuple[int, int], float]
 """Of a rank in a microbatch, by (rank, index of the microbatch)."""
 
 
 def replay(sizes: Sizes, records: Records) -> None:
     """Write a row `replay` for each number of ranks and planner, of the same batches."""
-    device = sizes.where
-    loop = OurLoop(sizes.replay_model, device, sizes.dtype)
+    loop, cost = _prepared(sizes, records, sizes.replay_model)
     config: Any = loop.model.config
-    measured = _measure(sizes, loop)
+    for ranks, planners in sizes.replay_plans.items():
+        cluster, kind = Cluster(ranks=ranks, capacity_tokens=sizes.replay_capacity_tokens), sizes.replay_batch(ranks)
+        for planner in planners:
+            plan = plan_for(kind.lengths(), cost, cluster, planner=planner, layers=config.num_hidden_layers)
+            _add(records, "replay", loop, plan, cost, planner=planner, batch=kind.name)
+
+
+def replay_waves(sizes: Sizes, records: Records) -> None:
+    """Write a row `replay of waves` for FSDP2 and for us, each at its best settings by `lengthwise simulate`.
+
+    All hold as many tokens a rank and recompute nothing.
+    """
+    loop, cost = _prepared(sizes, records, sizes.waves_model)
+    config: Any = loop.model.config
+    scenario = Scenario(
+        shape=shape_from_config(config.to_dict()), hardware=named_hardware(hardware_here(loop.device)), cost=cost,
+        devices=sizes.waves_ranks, kinds=("none",), capacity_tokens=sizes.replay_capacity_tokens, takes_capacity=True,
+    )  # fmt: skip
+    for kind in sizes.waves_batches:
+        compared = compare([kind.lengths()], scenario)
+        for row in (*compared.rivals, compared.layouts[LAYOUTS.index("zero3")]):
+            if row.planner not in WAVES:
+                continue
+            about = {"planner": row.planner, "batch": kind.name}
+            if row.found is None:
+                records.add("replay of waves", **about, refused=str(row.refusal)[:200])
+            else:
+                plan, its_cost = row.found.first_plan, row.found.setting.cost
+                _add(records, "replay of waves", loop, plan, its_cost, repeats=sizes.waves_repeats, **about)
+
+
+def _prepared(sizes: Sizes, records: Records, model: str) -> tuple[OurLoop, Cost]:
+    """Return a loop of the model, and costs that are fitted to it."""
+    loop = OurLoop(model, sizes.where, sizes.dtype)
+    config: Any = loop.model.config
+    measured = _measure(sizes, loop, model)
     base = base_cost(shape_from_config(config.to_dict()), measured.hardware, precision=measured.precision)
     fit = measured.fit
-    cost = with_terms(with_curves(base, fit.block_efficiency, fit.ring_efficiency), fit.known)
-    records.keep("replay-measurements.json", measured.to_json())
+    records.keep(f"{records.part}-measurements.json", measured.to_json())
     for line in loop.said:
         records.add("note", said=line)
-    for ranks, planners in sizes.replay_plans.items():
-        cluster = Cluster(ranks=ranks, capacity_tokens=sizes.replay_capacity_tokens)
-        lengths = sizes.replay_batch(ranks).lengths()
-        batch = random_batch(lengths, vocab=config.vocab_size)
-        for planner in planners:
-            plan = plan_for(lengths, cost, cluster, planner=planner, layers=config.num_hidden_layers)
-            seconds = replayed_seconds(loop, plan, batch)
-            makespan, simulated = makespan_of(plan, seconds, cost), simulate_plan(plan, cost).work_end_seconds.max()
-            records.add(
-                "replay", ranks=ranks, planner=planner, tokens=sum(lengths), longest_tokens=max(lengths),
-                replayed_seconds=makespan, simulated_seconds=float(simulated),
-                simulation_error=float(simulated) / makespan - 1,
-                computing_share=sum(seconds.values()) / (makespan * ranks),
-                plan=records.keep(f"replay-{ranks}-{planner}.json", plan.to_json()),
-            )  # fmt: skip
+    return loop, with_terms(with_curves(base, fit.block_efficiency, fit.ring_efficiency), fit.known)
 
 
-def _measure(sizes: Sizes, loop: OurLoop) -> Measurements:
+def _add(
+    records: Records, table: str, loop: OurLoop, plan: Plan, cost: Cost, *, repeats: int = 1, **about: str
+) -> None:
+    config: Any = loop.model.config
+    batch = random_batch(plan.tokens, vocab=config.vocab_size)
+    seconds = replayed_seconds(loop, plan, batch, repeats=repeats)
+    makespan, simulated = makespan_of(plan, seconds, cost), float(simulate_plan(plan, cost).work_end_seconds.max())
+    name = re.sub(r"\W+", "-", f"{about['batch']}-{plan.ranks}-{about['planner']}")
+    records.add(
+        table, ranks=plan.ranks, **about, tokens=sum(plan.tokens), longest_tokens=max(plan.tokens),
+        replayed_seconds=makespan, simulated_seconds=simulated, simulation_error=simulated / makespan - 1,
+        computing_share=sum(seconds.values()) / (makespan * plan.ranks),
+        plan=records.keep(f"replay-{name}.json", plan.to_json()),
+    )  # fmt: skip
+
+
+def _measure(sizes: Sizes, loop: OurLoop, model: str) -> Measurements:
     """Profile the model of a loop on one rank, which changes no weight."""
     world = World(rank=0, world_size=1, gpus=int(loop.device.type == "cuda"))
     settings = ProfileSettings(
@@ -78,7 +118,7 @@ def _measure(sizes: Sizes, loop: OurLoop) -> Measurements:
         clock="wall", hardware=hardware_here(loop.device), computing=loop.computing,
     )  # fmt: skip
     trained = loop.model, loop.parameters, sliced_optimizer(OptimizerConfig(), loop.model, loop.parameters, 0)
-    return profile(model_source(sizes.replay_model), world, loop.transport, settings, trained=trained)
+    return profile(model_source(model), world, loop.transport, settings, trained=trained)
 
 
 class ReplayTransport(SoloTransport):
@@ -138,12 +178,15 @@ def _fill(into: Tensor, source: Tensor | None) -> None:
         part.copy_(values[: len(part)])
 
 
-def replayed_seconds(loop: OurLoop, plan: Plan, batch: StepBatch) -> Seconds:
-    """Run the microbatches of all ranks, one rank after the other; the first rank twice, to warm up."""
+def replayed_seconds(loop: OurLoop, plan: Plan, batch: StepBatch, *, repeats: int = 1) -> Seconds:
+    """Run the microbatches of all ranks, one rank after the other; of all repeats the slowest counts.
+
+    The first rank runs once more, to warm up.
+    """
     found: dict[tuple[int, int], float] = {}
-    for rank in (0, *range(plan.ranks)):
+    for number, rank in enumerate((0, *(rank for rank in range(plan.ranks) for _ in range(repeats)))):
         transport = ReplayTransport(rank, plan.ranks, loop.device)
-        mine = [index for index, microbatch in enumerate(plan.microbatches) if rank in microbatch.ranks]
+        mine = [index for index, each in enumerate(plan.microbatches) if in_waves(plan) or rank in each.ranks]
         if not mine:
             continue
         finish(loop.device)
@@ -151,16 +194,22 @@ def replayed_seconds(loop: OurLoop, plan: Plan, batch: StepBatch) -> Seconds:
         transport.mark()
         seconds = transport.seconds()
         assert len(seconds) == len(mine), f"{len(seconds)} microbatches ran on rank {rank}, the plan has {len(mine)}"
-        found.update({(rank, index): each for index, each in zip(mine, seconds, strict=True)})
+        for index, each in zip(mine, seconds, strict=True):
+            found[rank, index] = max(each, found.get((rank, index), 0.0))
+        if number == 0:
+            found.clear()
         loop.parameters.clear_gradients()
     return found
 
 
 def makespan_of(plan: Plan, seconds: Seconds, cost: Cost) -> float:
-    """Put measured microbatches in the plan's order, with what transfers take beyond computing by `cost`."""
+    """Put measured microbatches in the plan's order, with what transfers take beyond computing by `cost`.
+
+    A wave takes as long as its slowest ranks, and what gathers and sums take beyond them.
+    """
     free = [0.0] * plan.ranks
     for index, microbatch in enumerate(plan.microbatches):
-        clocks = microbatch_clocks(microbatch, plan.tokens, cost)
+        begun, clocks = max(free), microbatch_clocks(microbatch, plan.tokens, cost)
         totals = dict(zip(clocks.ranks, clocks.total.tolist(), strict=True))
         computes = dict(zip(clocks.ranks, clocks.compute.tolist(), strict=True))
         for together in rings_of(microbatch):
@@ -169,7 +218,15 @@ def makespan_of(plan: Plan, seconds: Seconds, cost: Cost) -> float:
             end = max(free[rank] for rank in together) + slowest + (max(0.0, exposed) if len(together) > 1 else 0.0)
             for rank in together:
                 free[rank] = end
+        if in_waves(plan):
+            passes = max(free) - begun
+            free = [begun + float(cost.wave_seconds(passes, microbatch.recompute))] * plan.ranks
     return max(free)
+
+
+def in_waves(plan: Plan) -> bool:
+    """Return whether all ranks run all microbatches side by side."""
+    return plan.schedule["kind"] == "waves"
 
 
 def rings_of(microbatch: Microbatch) -> list[set[int]]:

@@ -35,8 +35,10 @@ TITLES = {
     "pack": "A long document and 500 short ones, in one call of the varlen kernel and in two",
     "many": "Layouts of parameters, stages, offload and trainers on several ranks",
     "replay": "Whole plans of many ranks, replayed on this device",
+    "replay of waves": "Sharded parameters, ours and FSDP2's, replayed on this device wave by wave",
     "step": "Whole steps of one rank, beside plain Hugging Face",
-    "hardware": "The device as `--hardware` describes it (`hardware.json` of the folder)",
+    "kernel": "Kernels of one step",
+    "hardware": "The device as `--hardware` describes it (`MODEL-HEADS-hardware.json` of the folder)",
     "term": "Terms of the costs, fitted by `lengthwise profile`",
     "ring parity": "Rings in bf16 beside one call, both against fp32",
     "logits": "Over 2^31 logits",
@@ -49,8 +51,9 @@ _NOTES = {
     "the first configuration.",
     "replay": "Arithmetic measured, transfers modelled; *simulation error* is of the simulator's makespan against this "
     "one (aim: 5 %).",
+    "replay of waves": "As above; all hold as many tokens a rank. The slowest of three repeats of each rank counts.",
     "step": "MFU by the bf16 rate of the data sheet, recomputation not counted (`benchmarks/gpu/setting.py`); *times "
-    "lengthwise* above 1: slower than ours.",
+    "lengthwise* above 1: slower than ours; *loss difference*: of the first step, from ours.",
 }
 _PACKAGES = (
     "torch",

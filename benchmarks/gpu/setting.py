@@ -128,11 +128,22 @@ class Sizes:
     replay_capacity_tokens: int = 16 * _K
     replay_tokens_a_rank: int = 20 * _K
     replay_profile_seconds: float = 20.0
+    waves_model: str = "llama-8b, 8 layers"
+    waves_ranks: int = 8
+    waves_repeats: int = 3
+    waves_batches: tuple[BatchKind, ...] = (
+        BatchKind(name="github", tokens=128 * _K, longest_tokens=96 * _K),
+        BatchKind(name="prolong", tokens=128 * _K, longest_tokens=16 * _K),
+    )
+    traced: tuple[str, BatchKind] = (
+        "llama-8b, 8 layers",
+        BatchKind(name="uniform", tokens=16 * _K, longest_tokens=16 * _K),
+    )
     step_parts: Mapping[str, Mapping[str, tuple[BatchKind, ...]]] = field(default_factory=lambda: _STEP_PARTS)
     step_repeats: int = 2
     step_compiled: bool = True
     pack_tokens: int = 16 * _K
-    profile_model: str = "llama-1b"
+    profile_models: tuple[str, ...] = ("llama-1b", "llama-8b, 8 layers")
     profile_seconds: float = 20.0
     profile_tokens: int = 16 * _K
     many_model: str = "many"
@@ -165,8 +176,11 @@ TINY = replace(
     FULL, precision="fp32", repeats=1, copy_bytes=1 << 16, product_sizes=(64,), attention_tokens=(32,),
     attention_heads=2, block_tokens=(32, 64), block_heads=((4, 2, 8),), uneven_blocks=((64, 32),),
     replay_model="tiny", replay_plans={2: PLANNERS, 4: ("static", "lengthwise")},
-    replay_capacity_tokens=64, replay_tokens_a_rank=96, replay_profile_seconds=1.0, step_parts=_TINY_STEP_PARTS,
-    step_repeats=2, step_compiled=False, pack_tokens=64, profile_model="tiny", profile_seconds=0.5, profile_tokens=64,
+    replay_capacity_tokens=64, replay_tokens_a_rank=96, replay_profile_seconds=1.0, waves_model="tiny", waves_ranks=2,
+    waves_batches=(BatchKind(name="github", tokens=200, longest_tokens=100),),
+    traced=("tiny", BatchKind(name="uniform", tokens=64, longest_tokens=32)), step_parts=_TINY_STEP_PARTS,
+    step_repeats=2, step_compiled=False, pack_tokens=64, profile_models=("tiny", "tiny, wide"), profile_seconds=0.5,
+    profile_tokens=64,
     many_model="many, tiny", many_capacity_tokens=64, ring_heads=(4, 2, 8), ring_tokens=50,
     logits_model="wide words, tiny", logits_tokens=40, logits_at_once=4 * 512,
 )  # fmt: skip

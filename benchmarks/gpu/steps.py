@@ -37,8 +37,9 @@ from lengthwise.models import Computing
 
 OURS, ONE_BY_ONE, PACKED = "lengthwise", "HF one by one", "HF + varlen"
 LIGER, COMPILED = "lengthwise, Liger", "lengthwise, compiled"
+PACKED_LIGER = "HF + varlen, Liger"
 EAGER = (OURS, ONE_BY_ONE, PACKED)
-_ONCE = {"steps_8b": (OURS, PACKED, LIGER, COMPILED)}  # loops that a part runs in one turn
+_ONCE = {"steps_8b": (OURS, PACKED, LIGER, PACKED_LIGER, COMPILED)}  # loops that a part runs in one turn
 _COMPUTING = {
     OURS: Computing(fused_layers="off"),
     LIGER: Computing(),
@@ -46,6 +47,7 @@ _COMPUTING = {
 }
 _FUSED = "fused layers: "
 _LEAST_REPEATS = 2
+_LOSS_DIFFERENCE = 1e-3  # of a first step in bf16, of loops from the same weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,22 +73,26 @@ def steps(sizes: Sizes, records: Records, part: str = "steps") -> None:
     """Write rows `step` of lengthwise and of plain Hugging Face.
 
     Raises:
-        SystemExit: a loop raised; its row and the log say what.
+        SystemExit: a loop raised, or its first loss is another one than ours; its row and the log say what.
     """
     took, wrong = dict[tuple[str, str, str], list[float]](), dict[str, None]()
+    losses = dict[tuple[str, str], float]()
     for number, turn in enumerate(turns_of(sizes, part)):
         for kind, row in _rows_of(sizes, turn, sizes.step_parts[part][turn.model]):
             found = took.setdefault((turn.model, kind.name, turn.loop), [])
             found.extend(row.pop("all_seconds", []))
             records.add("step, each turn", turn=number, model=turn.model, loop=turn.loop, batch=kind.name, **row)
-            if "raised" in row:
+            if "first_loss" in row:
+                first = losses.setdefault((turn.model, kind.name), row["first_loss"])  # ours, which runs first
+                row["loss_difference"] = abs(row["first_loss"] / first - 1)
+            if "raised" in row or not row.get("loss_difference", 0.0) <= _LOSS_DIFFERENCE:
                 wrong[turn.loop] = None
             if len(found) >= _LEAST_REPEATS or "refused" in row or "raised" in row:
                 ours = took.get((turn.model, kind.name, OURS), [])
                 _summary(sizes, records, turn, kind, found, ours, row)
         _let_go(sizes)
     if wrong:
-        raise SystemExit(f"{part}: {', '.join(wrong)} raised; the other loops were measured")
+        raise SystemExit(f"{part}: {', '.join(wrong)} raised, or had another loss; the other loops were measured")
 
 
 def _let_go(sizes: Sizes) -> None:
@@ -120,6 +126,7 @@ def _summary(
         tokens_per_second=sum(lengths) / found["seconds"],
         mfu=flops / found["seconds"] / peak_flops_per_second(sizes.where),
         times_lengthwise=found["seconds"] / statistics.median(ours) if ours else None,
+        loss_difference=row["loss_difference"],
     )  # fmt: skip
 
 
@@ -151,8 +158,9 @@ def _first_line(error: BaseException) -> str:
 def _build(sizes: Sizes, turn: Turn) -> OurLoop | PlainLoop:
     if turn.loop in _COMPUTING:
         return OurLoop(turn.model, sizes.where, sizes.dtype, computing=_COMPUTING[turn.loop])
-    packed = turn.loop == PACKED
-    return PlainLoop(turn.model, sizes.where, sizes.dtype, packed=packed, pack_tokens=sizes.pack_tokens)
+    packed, fused = turn.loop in (PACKED, PACKED_LIGER), "auto" if turn.loop == PACKED_LIGER else "off"
+    how = {"packed": packed, "pack_tokens": sizes.pack_tokens, "fused_layers": fused}
+    return PlainLoop(turn.model, sizes.where, sizes.dtype, **how)
 
 
 def _run_batch(sizes: Sizes, loop: OurLoop | PlainLoop, kind: BatchKind) -> dict[str, Any]:

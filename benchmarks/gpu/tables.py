@@ -222,15 +222,24 @@ def _logits(sizes: Sizes, records: Records) -> bool:
 
 
 def profile(sizes: Sizes, records: Records) -> None:
-    """Write rows `term` and `hardware`, and the files measurements.json and hardware.json.
+    """Write rows `term` and `hardware` of each model, and its measurements.json and hardware.json.
 
     Raises:
         SystemExit, CalledProcessError: the command failed; its output is in the log.
     """
-    measurements, hardware = records.folder / "measurements.json", records.folder / "hardware.json"
-    with tempfile.TemporaryDirectory(prefix="lengthwise-profile-") as name:
-        model = Path(name) / "model"
-        model_config(sizes.profile_model).save_pretrained(model)
+    for model in sizes.profile_models:
+        _profile(sizes, records, model)
+
+
+def _profile(sizes: Sizes, records: Records, name: str) -> None:
+    config = model_config(name)
+    about = {"model": name, "head_dim": config.head_dim}
+    measurements, hardware = (
+        records.folder / f"{name.split(',')[0]}-{config.head_dim}-{what}.json" for what in ("measurements", "hardware")
+    )
+    with tempfile.TemporaryDirectory(prefix="lengthwise-profile-") as folder:
+        model = Path(folder) / "model"
+        config.save_pretrained(model)
         command = ["profile", "--model", str(model), "--ranks", "1"]
         command += ["--device", sizes.device, "--precision", sizes.precision, "--overwrite"]
         command += ["--seconds", str(sizes.profile_seconds), "--longest", str(sizes.profile_tokens)]
@@ -245,6 +254,8 @@ def profile(sizes: Sizes, records: Records) -> None:
                     raise
     found = read_measurements(measurements)
     for term, fitted in found.fit.terms.items():
-        records.add("term", term=term, value=fitted.value, relative_error=fitted.relative_error)
+        records.add("term", **about, term=term, value=fitted.value, relative_error=fitted.relative_error)
     described = named_hardware(str(hardware))
-    records.add("hardware", name=found.place.device, **{key: getattr(described, key) for key in _HARDWARE_KEYS})
+    records.add(
+        "hardware", name=found.place.device, **about, **{key: getattr(described, key) for key in _HARDWARE_KEYS}
+    )

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import gpu_check
-from gpu import many, tables
+from gpu import many, steps, tables
 from gpu.limits import MARGIN, PARTS
 from gpu.many import CONFIGURATIONS
 from gpu.rows import TITLES, Records, page_of, read_rows
@@ -115,7 +115,10 @@ def test_parts_fit_their_limits_and_the_page_says_them():
     minutes = re.search(r"in at most (\d+) minutes", page)
     assert sum(part.limit_seconds for part in PARTS.values()) <= 60 * int(minutes.group(1))
     said = gpu_check.expected_lines(["place", "replay"], SimpleNamespace(device="cuda", tiny=False))
-    assert said[1] == f"replay: about {PARTS['replay'].estimate(sizes):.0f} s, at most 250 s"
+    said_of = (
+        f"about {PARTS['replay'].estimate(sizes):.0f} s, at most 250 s; whether the simulator's step times are right"
+    )
+    assert said[1].startswith(f"replay: {said_of}")
     assert list(PARTS)[-1] == "replay"
     commands = [re.findall(r"\w+", line) for line in re.findall(r"gpu_check.py (\w[^`]*?) --out", page)]
     assert sorted(name for each in commands for name in each) == sorted(PARTS)
@@ -140,6 +143,19 @@ def test_a_wrong_kernel_fails_the_parity_part(tmp_path, monkeypatch):
 
 
 TINY = sizes_of("cpu", tiny=True)
+
+
+def test_a_loop_with_another_loss_fails_its_part(tmp_path, monkeypatch):
+    def rows(_, turn, batches):
+        loss = 5.01 if turn.loop == steps.LIGER else 5.001
+        return [(kind, {"all_seconds": [1.0, 1.0], "first_loss": loss, "said": []}) for kind in batches]
+
+    monkeypatch.setattr(steps, "_rows_of", rows)
+    with pytest.raises(SystemExit, match=r"^steps_8b: lengthwise, Liger raised, or had another loss"):
+        steps.steps(TINY, Records(tmp_path, "steps_8b"), "steps_8b")
+    found = {row["loop"]: row["loss_difference"] for row in read_rows(tmp_path) if row["table"] == "step"}
+    assert found[steps.LIGER] == pytest.approx(0.0018, rel=0.01)
+    assert found[steps.PACKED] == 0
 
 
 @pytest.mark.exhaustive

@@ -15,7 +15,9 @@ from gpu.setting import PLANNERS, plan_for
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.engine.batch import random_batch
-from lengthwise.simulator import simulate_plan
+from lengthwise.planner import PlanOptions
+from lengthwise.simulator import RankMesh, Scenario, simulate_plan
+from lengthwise.simulator.rivals import LockStep
 from lengthwise.simulator.rounds import microbatch_clocks
 from properties import costly
 
@@ -40,6 +42,25 @@ def test_microbatches_as_simulated_make_the_simulated_makespan(lengths, ranks, p
     assert makespan_of(plan, seconds, COST) == pytest.approx(simulated, rel=0.02)
     slower = {key: 2 * each for key, each in seconds.items()}
     assert makespan_of(plan, slower, COST) > 1.3 * makespan_of(plan, seconds, COST)
+
+
+@pytest.mark.parametrize("degree", [1, 4])
+def test_waves_as_simulated_make_the_simulated_makespan(degree):
+    """A wave waits for its slowest ranks, and its gathers, which packs of few tokens do not hide, come on top."""
+    how, shape = LockStep(degree=degree), named_shape("llama-7b")
+    scenario = Scenario(
+        shape=shape, hardware=replace(named_hardware("h100"), node_link_bytes_per_second=2e10), devices=8
+    )
+    cost = scenario.cost_of(RankMesh(layout="zero3", lock_step=how))
+    lengths = [*range(100, 4000, 300)] * 8
+    plan = how(lengths, Cluster(ranks=8, capacity_tokens=4096), cost, PlanOptions(layers=32))
+    seconds = {}
+    for index, microbatch in enumerate(plan.microbatches):
+        clocks = microbatch_clocks(microbatch, plan.tokens, cost)
+        seconds.update({(rank, index): each for rank, each in zip(clocks.ranks, clocks.compute.tolist(), strict=True)})
+    found, simulated = makespan_of(plan, seconds, cost), float(simulate_plan(plan, cost).work_end_seconds.max())
+    assert found == pytest.approx(simulated, rel=0.02)
+    assert found > 1.3 * makespan_of(plan, seconds, replace(cost, traffic=None))
 
 
 LENGTHS = [50, 3, 20, 1, 30]

@@ -8,6 +8,7 @@ import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import forecasts
+import gains
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
@@ -31,6 +32,13 @@ def test_published_short_steps_lie_between_their_two_prices() -> None:
 def test_the_page_has_what_the_command_prints() -> None:
     page = Path(forecasts.__file__).parents[1] / "docs/benchmarks/forecasts.md"
     assert "\n".join(forecasts.lines()) in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.exhaustive
+def test_the_page_of_gains_has_what_simulate_answers() -> None:
+    page = Path(gains.__file__).parents[1] / "docs/benchmarks/gains.md"
+    line = " | ".join(gains.cells(gains.answer_of(*gains.CASES[0])))
+    assert f"| Qwen3-8B, github, 8 | {line} |" in page.read_text(encoding="utf-8")
 
 
 COST = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))

@@ -28,6 +28,7 @@ from lengthwise.simulator import (
     simulate_plan,
 )
 from lengthwise.simulator.found import TooLarge, ideal_seconds, needed_bytes, run_batches
+from lengthwise.simulator.rivals import LockStep
 
 SHAPE, HARDWARE = named_shape("llama-7b"), named_hardware("h100")
 SCENARIO = Scenario(shape=SHAPE, hardware=HARDWARE, devices=16, context_tokens=2**16, kinds=("none", "layer"))
@@ -46,6 +47,21 @@ def test_search_ends_no_later_than_every_mesh() -> None:
             continue  # sequences that it does not hold
         assert found.found.mean_seconds <= 1.01 * other.mean_seconds, mesh
     assert found.tried <= 28
+
+
+def test_rings_of_few_thread_blocks_are_slow_for_us_alone() -> None:
+    """Gathers, sums and the step's end keep all of the links, and so do the rings of FSDP2."""
+    full, rate = SCENARIO, 82e9
+    few = replace(full, hardware=replace(HARDWARE, node_ring_bytes_per_second=rate))
+    for layout in ("zero1", "zero3"):
+        mesh = RankMesh(layout=layout)
+        before, after = full.cost_of(mesh), few.cost_of(mesh)
+        assert before.near.bytes_per_second == HARDWARE.node_link_bytes_per_second
+        assert after.near.bytes_per_second == rate
+        assert after.traffic == before.traffic
+        assert after.step_end_seconds(8) == before.step_end_seconds(8)
+    rival = RankMesh(layout="zero3", lock_step=LockStep(degree=2))
+    assert few.cost_of(rival) == full.cost_of(rival)
 
 
 def test_offload_is_tried_where_only_it_holds_the_sequences() -> None:

@@ -103,7 +103,7 @@ class ByLengthKernel:
     ) -> None:
         self.name = f"{long.name} from {diagonal_tokens:,} tokens of one document on, else {rest.name}"
         self.token_multiple, self.long, self.diagonal_tokens = rest.token_multiple, long, diagonal_tokens
-        self._rest, self._least = rest, {True: diagonal_tokens, False: full_tokens}
+        self.rest, self._least = rest, {True: diagonal_tokens, False: full_tokens}
 
     @property
     def alone_from(self) -> int | None:
@@ -117,23 +117,23 @@ class ByLengthKernel:
 
     def forward(self, block: Block) -> tuple[Tensor, Tensor]:
         """Compute one block (see `BlockKernel.forward`)."""
-        return (self.long if self._is_long(block) else self._rest).forward(block)
+        return (self.long if self._is_long(block) else self.rest).forward(block)
 
     def backward(self, grad_out: Tensor, block: Block, saved: Saved) -> Gradients:
         """Compute one block's gradients (see `BlockKernel.backward`)."""
-        return (self.long if self._is_long(block) else self._rest).backward(grad_out, block, saved)
+        return (self.long if self._is_long(block) else self.rest).backward(grad_out, block, saved)
 
     def forward_pack(self, block: Block, pack: Pack) -> tuple[Tensor, Tensor]:
         """Compute all documents (see `PackKernel.forward_pack`)."""
         if self._is_one(block, pack):
             return self.long.forward(block)
-        return self._rest.forward_pack(block, pack)
+        return self.rest.forward_pack(block, pack)
 
     def backward_pack(self, grad_out: Tensor, block: Block, saved: Saved, pack: Pack) -> Gradients:
         """Compute all documents' gradients (see `PackKernel.backward_pack`)."""
         if self._is_one(block, pack):
             return self.long.backward(grad_out, block, saved)
-        return self._rest.backward_pack(grad_out, block, saved, pack)
+        return self.rest.backward_pack(grad_out, block, saved, pack)
 
     def _is_long(self, block: Block) -> bool:
         # Its backward is never deterministic: if determinism is asked for, the varlen kernel computes all.

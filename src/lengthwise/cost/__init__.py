@@ -25,7 +25,14 @@ from lengthwise.cost.memory import (
     logits_at_once,
     loss_bytes,
 )
-from lengthwise.cost.microbatch import WINDOW_LAYERS, MicrobatchBytes, Moments, PassBeside, StepBytes
+from lengthwise.cost.microbatch import (
+    WINDOW_LAYERS,
+    LongKernelBytes,
+    MicrobatchBytes,
+    Moments,
+    PassBeside,
+    StepBytes,
+)
 from lengthwise.cost.passes import PassShares
 from lengthwise.cost.plain import plain_cost
 from lengthwise.cost.shapes import SHAPE_NAMES, check_trained, layer_shapes, named_shape, shape_from_config
@@ -57,6 +64,7 @@ __all__ = [
     "Hardware",
     "LayoutSeconds",
     "Link",
+    "LongKernelBytes",
     "MicrobatchBytes",
     "ModelLayout",
     "Moments",

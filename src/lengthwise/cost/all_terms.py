@@ -42,7 +42,8 @@ def all_terms_cost(
         expected = f"1 to the {shape.layers} layers"
         raise ConfigError("stages", expected=expected, got=str(stages), remedy="Choose other {stages}.")
     plain, dtype_bytes = analytic_cost(shape, hardware), hardware.compute_dtype_bytes
-    node_link, layers = hardware.node_link_bytes_per_second, shape.num_attention / stages
+    node_link, rings = hardware.node_link_bytes_per_second, hardware.node_ring_bytes_per_second
+    layers = shape.num_attention / stages
     memory = replace(step_memory(shape, hardware, 1, cut=LayerCut(stages=stages)), trained=adapters)
     copies = min(hardware.copy_bytes_per_second, hardware.host_copy_bytes_per_second / hardware.ranks_per_node)
     held_keys = shape.key_width / stages  # numbers of all layers
@@ -67,7 +68,7 @@ def all_terms_cost(
             ring=1 - ring_forward,
             exchange=0.5,
         ),
-        near=Link(bytes_per_second=node_link, hop_seconds=layers * hardware.node_hop_latency_seconds),
+        near=Link(bytes_per_second=min(node_link, rings), hop_seconds=layers * hardware.node_hop_latency_seconds),
         far=Link(bytes_per_second=hardware.link_bytes_per_second, hop_seconds=layers * hardware.hop_latency_seconds),
         ranks_per_node=hardware.ranks_per_node,
         ring_bytes=2 * held_keys * (2 * dtype_bytes + GRADIENT_BYTES),
@@ -84,6 +85,7 @@ def all_terms_cost(
         stages=stages,
         # Neighbouring ranks share nodes stage by stage, so messages between stages go between nodes.
         stage_bytes=float(shape.hidden * dtype_bytes) if stages > 1 else 0.0,
+        ending=replace(plain.ending, node_bytes_per_second=node_link if rings < node_link else 0.0),
         uplink_bytes_per_second=hardware.node_uplink_bytes_per_second,
         version=f"all-terms/1 {shape.name} {hardware.name}"
         + (f" pp{stages}" if stages > 1 else "")

@@ -23,11 +23,13 @@ class Ending:
     update_seconds: seconds of the optimizer's update of all parameters, of which each of W ranks does 1 / W.
     clear_seconds: seconds of work that every rank does for itself.
     reduced_bytes_per_second: rate of the collectives, per rank; by default that of the links.
+    node_bytes_per_second: rate of a node's links in collectives, where rings have less of it.
     """
 
     update_seconds: float = 0.0
     clear_seconds: float = 0.0
     reduced_bytes_per_second: float | None = None
+    node_bytes_per_second: float = 0.0
 
     def seconds(self, reduced_bytes: float, ranks: int, link_bytes_per_second: float) -> float:
         """Return the seconds of a step's end that reduces and gathers `reduced_bytes` per rank."""

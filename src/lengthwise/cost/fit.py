@@ -117,6 +117,7 @@ def with_terms(cost: Cost, terms: Mapping[TermName, Term]) -> Cost:
     def some(names: str) -> dict[str, float]:
         return {name: values[name] for name in names.split() if name in values}
 
+    collectives = {"node_bytes_per_second": 0.0} if "near_bytes_per_second" in values else {}
     attention = values.get("forward_attention", cost.forward.attention)
     linear = values.get("forward_linear", cost.forward.linear)
     return replace(
@@ -126,7 +127,7 @@ def with_terms(cost: Cost, terms: Mapping[TermName, Term]) -> Cost:
         far=_link(cost.far, values.get("far_bytes_per_second"), values.get("far_hop_seconds")),
         forward=replace(cost.forward, attention=attention, linear=linear),
         backward=replace(cost.backward, attention=1 - attention, linear=1 - linear),
-        ending=replace(cost.ending, **some("update_seconds clear_seconds reduced_bytes_per_second")),
+        ending=replace(cost.ending, **some("update_seconds clear_seconds reduced_bytes_per_second"), **collectives),
     )
 
 

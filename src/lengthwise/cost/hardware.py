@@ -25,7 +25,9 @@ _OTHER_GPUS = "h100"
 _MAY_BE_ZERO = ("hop_latency_seconds", "node_hop_latency_seconds", "layer_launch_seconds")
 _MOST = 1e30  # limit of numbers here, and its inverse the least: products of a few stay finite
 _NO_NUMBERS = ("name", "source", "block_efficiency", "ring_efficiency", "fused_norms", "kernel", "kernels")
-_OPTIONAL = ("memory_bytes_per_second", "ring_efficiency", "fused_norms", "kernel", "kernels")
+_OPTIONAL = (
+    *("memory_bytes_per_second", "node_ring_bytes_per_second", "ring_efficiency", "fused_norms", "kernel", "kernels"),
+)
 _OF_KERNEL = ("attention_efficiency", "block_efficiency", "ring_efficiency")
 _WHOLE = ("ranks_per_node", "compute_dtype_bytes")
 
@@ -53,6 +55,8 @@ class Hardware:
         half as many, or the reverse. No faster than a document of twice the tokens (default: `block_efficiency`).
     link_bytes_per_second, hop_latency_seconds: rate of a rank's link to another node, one direction; start of one.
     node_link_bytes_per_second, node_hop_latency_seconds: the same inside a node.
+    node_ring_bytes_per_second: rate of a node's link that rings and split heads of this engine reach, whose transfers
+        have few thread blocks so that they run beside attention (default: all of it).
     node_uplink_bytes_per_second: rate from all devices of a node together to other nodes, one direction.
     ranks_per_node: number of devices of one node.
     layer_launch_seconds: overhead of one layer, forward and backward, whatever its tokens.
@@ -88,6 +92,7 @@ class Hardware:
     host_bytes: float
     source: str
     memory_bytes_per_second: float = 1e12
+    node_ring_bytes_per_second: float = _MOST
     fused_norms: bool = False
     ring_efficiency: Curve = ()
     kernel: str = ""

@@ -131,17 +131,34 @@ _OF_A_WHOLE_MODEL = (PassBeside(), PassBeside(is_forward=False))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LongKernelBytes:
+    """Bytes that the attention kernel of long sequences takes beyond that of small passes, from `least_rows` rows."""
+
+    least_rows: float = inf
+    fixed: float = 0.0
+    a_row: float = 0.0
+
+    def at(self, rows: int) -> float:
+        """Return the bytes in a microbatch of `rows` rows, which may be one sequence."""
+        return max(0.0, self.fixed + self.a_row * rows) if rows >= self.least_rows else 0.0
+
+
+_ONE_KERNEL = LongKernelBytes()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBytes:
     """Bytes of a rank's microbatches at each pass of a step, without parameters and gradients.
 
     layers: number of the model's layers. chunks: chunks of the rank's layers, by number. passes: passes of a step.
-    hidden_a_row: bytes per row that a stage sends.
+    hidden_a_row: bytes per row that a stage sends. long_kernel: bytes added to every peak, of whatever moment.
     """
 
     layers: int
     chunks: Mapping[int, MicrobatchBytes]
     passes: Sequence[PassBeside] = _OF_A_WHOLE_MODEL
     hidden_a_row: float = 0.0
+    long_kernel: LongKernelBytes = _ONE_KERNEL
 
     def peak(self, rows: int, offload: float = 0.0, *, leaving_bytes: int = 0) -> int:
         """Return the most bytes on the device with microbatches of `rows` rows.
@@ -158,4 +175,4 @@ class StepBytes:
             if each.kept and offload and not each.is_forward:
                 held += max(of_chunk[chunk].leaving for chunk, _ in each.kept)
             peak = max(peak, held)
-        return round(peak)
+        return round(peak + self.long_kernel.at(rows))

@@ -19,7 +19,7 @@ from lengthwise.core.shape import ModelShape
 from lengthwise.cost.analytic import GRADIENT_BYTES
 from lengthwise.cost.capacity import RESERVED, STEP_TOKENS, tokens_within
 from lengthwise.cost.choices import Choice
-from lengthwise.cost.ending import Ending, Traffic
+from lengthwise.cost.ending import Traffic
 from lengthwise.cost.memory import StepMemory
 from lengthwise.cost.terms import Cost
 
@@ -220,7 +220,7 @@ def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False)
     trains = 1.0 if memory.trained is None else memory.trained / (layer * memory.shape.layers)
     trains_rest = memory.trained is None
 
-    ending = Ending(reduced_bytes_per_second=cost.ending.reduced_bytes_per_second)  # if that was measured
+    ending = replace(cost.ending, **dict.fromkeys(("update_seconds", "clear_seconds"), 0.0))
 
     def seconds(moved_bytes: float) -> float:
         return replace(cost, reduced_bytes=moved_bytes, ending=ending).step_end_seconds(memory.ranks)

@@ -318,7 +318,7 @@ class Cost:
 
     def step_end_seconds(self, ranks: int) -> float:
         """Return the seconds of reducing gradients and gathering parameters over all ranks, once per step."""
-        rate = self.near.bytes_per_second
+        rate = max(self.near.bytes_per_second, self.ending.node_bytes_per_second)
         if ranks > self.ranks_per_node:  # all links of a node carry a part, limited by its uplink
             rate = min(rate, self.far.bytes_per_second * self.ranks_per_node, self.uplink_bytes_per_second)
         return self.ending.seconds(self.reduced_bytes, ranks, rate)

@@ -13,6 +13,7 @@ from lengthwise.models.adapter_kinds import check_adapters
 from lengthwise.models.checkpointing import apply_policy, check_recompute, wrapped_layers
 from lengthwise.models.computing import (
     Computing,
+    attention_needs,
     check_computing,
     choose_layers,
     choose_model_kernel,
@@ -72,6 +73,7 @@ __all__ = [
     "NoDropout",
     "RouterBalance",
     "apply_policy",
+    "attention_needs",
     "build_adapted",
     "build_model",
     "check_adapters",

@@ -1,7 +1,8 @@
 """`capacity_tokens: auto`: the tokens that a rank holds beside what it keeps from step to step, measured at the start.
 
 Small passes (`engine.measuring`) tell the bytes of a microbatch for each kind of recomputation that may be taken: on a
-rank alone, over a ring, with heads split, and with a prefix computed once. A stage measures its own layers, and counts
+rank alone, over a ring, with heads split, and with a prefix computed once. Where another kernel computes long
+sequences, what it takes inside is measured alone (`engine.long_kernel`). A stage measures its own layers, and counts
 the microbatches that it keeps beside one. A tenth of the free memory stays free. The capacity is the least of all
 ranks, in steps of 128 tokens. Where twice the bytes that the largest batch needs without recomputation are free,
 nothing more is measured.
@@ -10,7 +11,7 @@ nothing more is measured.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +20,11 @@ from torch import nn
 
 from lengthwise.comm import Mesh, Transport, share_first, share_numbers
 from lengthwise.core.errors import MemoryShortage
-from lengthwise.cost import RESERVED, STEP_TOKENS, StepBytes, shape_from_config
+from lengthwise.cost import RESERVED, STEP_TOKENS, LongKernelBytes, StepBytes, shape_from_config
+from lengthwise.engine.long_kernel import measure_long_kernel
 from lengthwise.engine.measuring import ALONE, FallingLine, Layout, SmallPasses, measure_microbatch
 from lengthwise.engine.shortage import SMALLER_STATE, free_bytes, reporting_shortage
-from lengthwise.models import image_reader, trained_towers
+from lengthwise.models import attention_needs, image_reader, trained_towers
 from lengthwise.offload import LEAVING_BYTES
 from lengthwise.planner.service.rank_memory import Capacities, RankMemory
 from lengthwise.report.figures import count
@@ -65,9 +67,10 @@ class Measuring:
             FallingLine: on a rank, the longer of two passes held less; every rank raises it.
         """
         engine, kinds, leaving = self.engine, self.kinds, self.leaving_bytes or 0
+        dtype = engine.cast_dtype() or engine.dtype
         passes = SmallPasses(
             model=engine.model,
-            kernel=engine.kernel(engine.cast_dtype() or engine.dtype),
+            kernel=engine.kernel(dtype),
             recompute=kinds[0],
             done=engine.measured,
             casting=engine.casting(),
@@ -80,7 +83,10 @@ class Measuring:
             _in_training(engine.model),
             nullcontext() if self.trains else _embedding_alone_trains(engine.model),
         ):
-            first = self._measured(passes)
+            with self._reporting("one layer's attention over a long sequence"):
+                needs = attention_needs(engine.model.config, dtype)
+                long = measure_long_kernel(passes.kernel, needs, engine.device, most_tokens=self.most_tokens)
+            first = self._measured(passes, long)
             budget = self._budget()
             layouts = dict.fromkeys(kinds, (first,))
             ample = RankMemory(budget_bytes=budget / _AMPLE, layouts=layouts, leaving_bytes=leaving)
@@ -90,7 +96,7 @@ class Measuring:
                 of_kinds = {kind: replace(passes, recompute=kind) for kind in kinds}
                 lying = [ALONE, *self._others()]
                 layouts = {
-                    kind: tuple(self._measured(replace(each, layout=layout)) for layout in lying)
+                    kind: tuple(self._measured(replace(each, layout=layout), long) for layout in lying)
                     for kind, each in of_kinds.items()
                 }
                 budget = self._budget()
@@ -137,16 +143,17 @@ class Measuring:
             layouts.append(Layout(degree=splits, position=splits - 1, heads=splits))
         return layouts
 
-    def _measured(self, passes: SmallPasses) -> StepBytes:
+    def _reporting(self, what: str) -> AbstractContextManager[None]:
+        transport = self.engine.transport
+        where = f"rank {transport.rank}, {transport.phase}"
+        return reporting_shortage(lambda: where, needs=lambda: what, remedy=SMALLER_STATE)
+
+    def _measured(self, passes: SmallPasses, long: LongKernelBytes) -> StepBytes:
         """Measure small passes; if one rank refuses its passes, all do. Collective."""
         engine, kind, found, wrong = self.engine, passes.recompute, None, dict[str, str]()
         mesh, chunks = engine.part()["mesh"], engine.part()["chunks"]
         try:
-            with reporting_shortage(
-                lambda: f"rank {engine.transport.rank}, {engine.transport.phase}",
-                needs=lambda: f"a small pass with recompute {kind}",
-                remedy=SMALLER_STATE,
-            ):
+            with self._reporting(f"a small pass with recompute {kind}"):
                 found = measure_microbatch(
                     passes,
                     logits_at_once=self.logits_at_once,
@@ -161,7 +168,8 @@ class Measuring:
         if shared:
             raise FallingLine(shared[kind])
         assert found is not None, "else it was shared"
-        return found
+        of_group = replace(long, least_rows=long.least_rows / passes.layout.heads)  # which has sequences whole
+        return replace(found, long_kernel=of_group)
 
 
 def measuring_of(

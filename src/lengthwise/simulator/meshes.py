@@ -129,9 +129,11 @@ class Scenario:
         )
 
     def cost_of(self, mesh: RankMesh) -> Cost:
-        """Return the costs of ranks on a mesh; FSDP2 has the head in its root unit."""
-        stages, adapters = mesh.cut.stages, self.adapters
-        cost = self.cost or all_terms_cost(self.shape, self.hardware, stages=stages, adapters=adapters)
+        """Return the costs of ranks on a mesh; FSDP2 has the head in its root unit, and all of the links for rings."""
+        stages, adapters, hardware = mesh.cut.stages, self.adapters, self.hardware
+        if mesh.lock_step is not None:
+            hardware = replace(hardware, node_ring_bytes_per_second=hardware.node_link_bytes_per_second)
+        cost = self.cost or all_terms_cost(self.shape, hardware, stages=stages, adapters=adapters)
         return laid_cost(cost, self.memory(mesh), head_apart=mesh.lock_step is None)
 
     def held(self, layout: Shard) -> dict[str, int]:
