@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -205,15 +206,15 @@ class _ChunkedLoss(torch.autograd.Function):
             del found  # before others are made
         if by_hidden is not None:
             sums = zip(by_parameter, parameters, strict=True)
-            narrow = [torch.zeros_like(own) if each is None else each.to(own.dtype) for each, own in sums]
-            ctx.made = [by_hidden, *narrow]
+            ctx.made = [by_hidden, *(torch.zeros_like(own) if each is None else each for each, own in sums)]
+            ctx.dtypes = [each.dtype for each in (hidden, *parameters)]
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         made: list[Tensor] = ctx.made
         del ctx.made  # returned without a copy
-        by_hidden, *by_parameter = (each.mul_(gradients[0]) for each in made)
+        by_hidden, *by_parameter = map(_scaled, made, ctx.dtypes, repeat(gradients[0]))
         return by_hidden, None, None, None, None, *by_parameter
 
 
@@ -232,6 +233,12 @@ def _take_chunk(
         loss = loss_of(chunk, labels, weights)
     found = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True) if wanted else ()
     return loss.detach(), found
+
+
+def _scaled(gradient: Tensor, dtype: torch.dtype, factor: Tensor) -> Tensor:
+    """Multiply a gradient, in place if it has the dtype, and round it once."""
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor, out=out)
 
 
 def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:
