@@ -227,7 +227,7 @@ def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False)
 
     return Traffic(
         layers=memory.shape.layers,
-        gather_seconds=seconds(layer * memory.dtype_bytes),
+        gather_seconds=seconds(layer * (memory.layer_bytes or memory.dtype_bytes)),
         reduce_seconds=seconds(layer * trains * GRADIENT_BYTES),
         rest_gather_seconds=seconds((rest - head) * memory.dtype_bytes),
         rest_reduce_seconds=seconds((rest - head) * trains_rest * GRADIENT_BYTES),
