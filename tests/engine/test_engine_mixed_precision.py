@@ -8,10 +8,10 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from testing import make_plan, relative_error, run_ranks
-from testing.laid import freed_parameters, whole_parameters
+from testing.laid import whole_parameters
 from torch import nn
 
-from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES_OF_NODES, build, in_waves, run
+from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES_OF_NODES, build, in_waves, run, shard
 from lengthwise.core.plan import Piece
 from lengthwise.models import wrapped_layers
 from lengthwise.models.modules import cast_weights
@@ -78,8 +78,7 @@ def test_linear_layers_are_gathered_narrow_with_the_bits_of_wide_gathers(name, k
         own = copy.deepcopy(model)
         if to == "zero1":
             return train(own, whole_parameters(own, transport, dtype=FP32), transport, plan)
-        how = {"dtype": FP32, "device": CPU, "ranks_per_node": per_node, "exact_on": exact_on, "casts_to": to}
-        return train(own, freed_parameters(own, transport, layers=wrapped_layers(own), **how), transport, plan)
+        return train(own, shard(own, transport, FP32, per_node, exact_on, to), transport, plan)
 
     whole, wide, found = (run_ranks(partial(work, to=to), ranks) for to in ("zero1", None, BF16))
     for (ours, gathered), (others, before), (plain, _) in zip(found, wide, whole, strict=True):
