@@ -211,7 +211,7 @@ def _parts(memory: StepMemory) -> str:
 def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False) -> Traffic:
     """Return the traffic of a sharded model's wave, over the links of `cost` and all `memory.ranks`.
 
-    Parameters travel in the model's dtype, gradients in fp32; parameters that do not train have no gradients.
+    Parameters travel in the dtype of their gather, gradients in fp32; parameters that do not train have no gradients.
     head_apart: True if an untied head is a unit of its own, as in our engine.
     """
     layer, rest = memory.layer_params()

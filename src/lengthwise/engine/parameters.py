@@ -70,7 +70,7 @@ class Parameters:
         all_to = None if sharding.keeps_dtypes else sharding.dtype
         dtypes = read_in_passes({name: all_to or own.dtype for name, own in given.items()}, given, layers, sharding)
         if all_to is None:  # parameters lie in the order of their dtypes
-            own_dtypes = repr([(name, dtypes[name].whole) for name in given if name in learns]).encode()
+            own_dtypes = repr([(name, dtypes[name]) for name in given if name in learns]).encode()
             agree(self._transport, own_dtypes, "dtypes of trainable parameters", "Load the model alike on all ranks.")
         in_place = [own for name, own in given.items() if name not in learns and sharding.stays]
         share_values(model, self._transport, in_place, dtype=all_to, device=sharding.device)
