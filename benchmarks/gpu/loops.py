@@ -26,7 +26,14 @@ from lengthwise.cost import logits_at_once
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import sliced_optimizer
 from lengthwise.engine.step import StepContext, run_part
-from lengthwise.models import Computing, choose_layers, choose_mixers, choose_model_kernel, plain_attention
+from lengthwise.models import (
+    Computing,
+    choose_layers,
+    choose_losses,
+    choose_mixers,
+    choose_model_kernel,
+    plain_attention,
+)
 
 VARLEN = "torch_varlen"
 
@@ -47,6 +54,8 @@ class OurLoop:
         choose_layers(self.model, self.computing, device, dtype=dtype, say=self.said.append).put()
         self.kernel = choose_model_kernel(config, self.computing, device, dtype=dtype, say=self.said.append)
         choose_mixers(self.model, self.transport, device, dtype=dtype, say=self.said.append)
+        how = {"dtype": dtype, "computing": self.computing, "say": self.said.append}
+        choose_losses(self.model, self.transport, device, **how)
 
     def work(self, plan: Plan, batch: StepBatch, *, transport: Transport | None = None) -> float:
         """Run forward and backward of a rank's microbatches; return its summed loss."""

@@ -34,6 +34,14 @@ def test_a_wave_takes_what_the_posted_calls_take_one_after_the_other(ties: bool)
         assert traffic.wave_seconds(work * layers, 2 * work * layers) == pytest.approx(took)
 
 
+def test_layers_that_mixed_precision_gathers_narrow_take_the_time_of_narrow_ones() -> None:
+    cost = all_terms_cost(SHAPE, H100)
+    wide, narrow = (replace(step_memory(SHAPE, H100, 8), shard="zero3", dtype_bytes=width) for width in (4, 2))
+    found = sharded_traffic(replace(wide, layer_bytes=2), cost)
+    assert found == replace(sharded_traffic(wide, cost), gather_seconds=sharded_traffic(narrow, cost).gather_seconds)
+    assert found.gather_seconds < 0.6 * sharded_traffic(wide, cost).gather_seconds
+
+
 def _run(units: list[UnitKind], seconds: dict[str, list[float]], work: float) -> FakeNccl:
     """Run a wave whose layers take `work` forward and twice that backward, half of it on the other rank."""
     return FakeNccl([_wave(units, seconds, work), _wave(units, seconds, work / 2)])

@@ -51,9 +51,9 @@ def build(family="llama", **changes):
     return tiny_model(family, changes)
 
 
-def shard(model, transport, dtype=torch.float64, ranks_per_node=None, exact_on=None):
+def shard(model, transport, dtype=torch.float64, ranks_per_node=None, exact_on=None, casts_to=None):
     options = {"dtype": dtype, "device": CPU, "layers": wrapped_layers(model), "ranks_per_node": ranks_per_node}
-    return freed_parameters(model, transport, exact_on=exact_on, **options)
+    return freed_parameters(model, transport, exact_on=exact_on, casts_to=casts_to, **options)
 
 
 def run(model, parameters, transport, plan, lengths=LENGTHS, dtype=torch.float64, **options):

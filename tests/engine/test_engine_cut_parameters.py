@@ -146,3 +146,21 @@ def test_what_is_gathered_is_what_the_memory_model_counts(tied, per_node):
     how = {"ranks": per_node, "ties": tied, "casts": per_node == 4}
     expected = gathered_bytes(layer, 256 * words, dtype_bytes=2, **how)
     assert live.peak_bytes == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize("per_node", [4, more(2)])
+def test_mixed_precision_keeps_and_gathers_what_the_memory_model_counts(per_node):
+    """In fp32 with linear layers gathered in bf16, of next to no tokens and words."""
+    model = build(vocab_size=64, hidden_size=256, intermediate_size=800, head_dim=64, num_hidden_layers=4)
+    count, layer = (sum(each.numel() for each in part.parameters()) for part in (model, model.model.layers[0]))
+    plan = in_waves(make_plan(4, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4), "layer")
+    transport = LateTransport(OneOfSame(0, 4))
+    parameters = shard(model, transport, torch.float32, per_node, casts_to=torch.bfloat16)
+    sizes = {"shape": shape_from_config(model.config.to_dict()), "parameters": count, "ranks": 4, "layer_bytes": 2}
+    memory = StepMemory(**sizes, shard="hybrid", ranks_per_node=per_node)
+    assert kept_bytes(model, parameters, OptimizerConfig()) == pytest.approx(memory.state_bytes(), rel=0.02)
+    with LiveBytes(*model.parameters(), *parameters.tensors()) as live:
+        run(model, parameters, transport, plan, (2,), dtype=torch.float32, autocast=torch.bfloat16)
+    how = {"ranks": per_node, "ties": False, "casts": per_node == 4, "layer_bytes": 2}
+    expected = gathered_bytes(layer, 256 * 64, dtype_bytes=4, **how)
+    assert live.peak_bytes == pytest.approx(expected, rel=0.03)

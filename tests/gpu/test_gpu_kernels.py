@@ -3,6 +3,8 @@
 On the CPU the varlen kernel is a reference that refuses what a GPU kernel would misread.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from testing import dense_attention, make_plan, relative_error, tiny_family_config, tiny_model
@@ -18,9 +20,10 @@ from lengthwise.attention.kernels import FlashCpuKernel
 from lengthwise.attention.proof import prove
 from lengthwise.attention.proof_cases import prove_kernel
 from lengthwise.attention.varlen import VarlenKernel
+from lengthwise.comm import SoloTransport
 from lengthwise.core.packages import installed_version
 from lengthwise.core.plan import Piece
-from lengthwise.models import fused_layers
+from lengthwise.models import Computing, fused_layers, loss_choice
 from lengthwise.models.mixer_choice import cases_of, layers_of
 from lengthwise.models.mixer_kernels import CONVOLUTION, DELTA_RULE, KDA, MAMBA2, PACKAGES, package_kernel
 from lengthwise.models.model_source import build_skeleton
@@ -183,3 +186,11 @@ def test_gpu_layers_of_liger_pass_the_comparison_of_a_start(device, family, monk
     model, how = tiny_model(family), {"dtype": torch.bfloat16, "on_gpu": True, "compiled": False, "liger": version}
     _, said = fused_layers.choose_forwards(model, "liger", fused_layers.FusedNeeds(family=family, **how), device)
     assert said.startswith("liger (")
+
+
+def test_gpu_loss_in_one_pass_passes_the_comparison_of_a_start(device, monkeypatch):
+    if device.type == "cpu":
+        monkeypatch.setattr(loss_choice, "compiled_losses", partial(loss_choice.compiled_losses, backend="eager"))
+    how, said = {"dtype": torch.bfloat16, "computing": Computing(compile=True)}, []
+    loss_choice.choose_losses(tiny_model("llama"), SoloTransport(), device, **how, say=said.append)
+    assert said[0].startswith("loss: compiled to one pass"), said

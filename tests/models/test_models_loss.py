@@ -98,6 +98,24 @@ def test_chunked_loss_in_bf16_is_as_near_to_fp64_as_whole():
     assert relative_error(runs[7][0], wanted) < 1.2 * relative_error(runs[None][0], wanted) + 1e-4
 
 
+def test_gradient_of_a_head_in_bf16_is_rounded_once_after_its_chunks():
+    """The sum of the chunks' gradients and the divisor of a step are multiplied in fp32."""
+    model, chunks, products = tiny("llama"), [], torch.autograd.grad
+
+    def kept(*given, **how):
+        found = products(*given, **how)
+        chunks.append(found[1].double())
+        return found
+
+    microbatch()  # whose kernel is proved by gradients, too
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.autograd, "grad", kept)
+        _, found = loss_and_gradients(model, tokens_at_once=7, dtype=torch.bfloat16)  # of a third of the loss
+    assert len(chunks) > 10
+    exact = sum(chunks) / 3
+    assert torch.equal(found["lm_head.weight"].double(), exact.float().bfloat16().double())
+
+
 def test_chunked_loss_holds_what_the_memory_model_says():
     dtype = torch.bfloat16
     model = tiny("llama", vocab_size=32768).to(dtype)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from lengthwise.core.errors import NumericError
-from lengthwise.models import computing, keep_double
+from lengthwise.models import computing, keep_double, loss_choice
 from lengthwise.models.fused_layers import fused_forwards
 from lengthwise.session import Session
 from models.test_models_fused_layers import PlainKernels
@@ -40,7 +40,8 @@ def liger(monkeypatch):
 @pytest.mark.parametrize("options", [{"fused_layers": "liger"}, more({"compile": True, "stages": 2})])
 def test_layers_compute_as_asked_in_steps_alone(options, tmp_path, monkeypatch, liger):
     """A forward that the user has put on a module stays; between steps the model is plain."""
-    monkeypatch.setattr(computing, "compiled_forwards", partial(computing.compiled_forwards, backend="eager"))
+    for file, name in ((computing, "compiled_forwards"), (loss_choice, "compiled_losses")):
+        monkeypatch.setattr(file, name, partial(getattr(file, name), backend="eager"))
 
     def work(_rank):
         model = small_model()

@@ -1,8 +1,8 @@
 """Prove functions on the device where a run will use them: results and gradients are compared with a reference's.
 
 A wrong function may give finite numbers and a worse model, without an error. Attention kernels (`proof_cases`),
-packages for layers with states and convolutions, and Liger's layers are proved here. No rank uses a function that is
-wrong or missing on any rank.
+packages for layers with states and convolutions, Liger's layers and compiled losses are proved here. No rank uses a
+function that is wrong or missing on any rank.
 """
 
 from __future__ import annotations

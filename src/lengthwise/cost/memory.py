@@ -35,7 +35,15 @@ def wide_bytes(dtype_bytes: int) -> int:
 
 
 def gathered_bytes(
-    layer: float, words: float, *, dtype_bytes: int, ranks: int, ties: bool, trains: bool = True, casts: bool = True
+    layer: float,
+    words: float,
+    *,
+    dtype_bytes: int,
+    ranks: int,
+    ties: bool,
+    trains: bool = True,
+    casts: bool = True,
+    layer_bytes: int | None = None,
 ) -> float:
     """Count the bytes that `engine.unit_waves` holds at most beside rows and activations.
 
@@ -45,14 +53,16 @@ def gathered_bytes(
 
     layer, words: parameters of a decoder layer, and of the embedding. ties: True if the head is the embedding; else it
     has as many. ranks: ranks that gather together. casts: True to cast wide rows before the gather (not in hybrid).
+    layer_bytes: bytes of a gathered parameter of a layer, by default `dtype_bytes`.
     """
     narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
+    one, all_words = (layer_bytes or narrow) * layer, narrow * words  # bytes
     if not trains:
-        return narrow * (2 * layer + words if ties else max(2 * layer, layer + words))
-    summed, beside = wide * (1 + 1 / ranks), narrow * (3 + casts / ranks) * layer
+        return 2 * one + all_words if ties else max(2 * one, one + all_words)
+    summed, beside = wide * (1 + 1 / ranks), (3 + casts / ranks) * one
     if ties:
-        return max(beside + summed * layer + narrow * 2 * words, narrow * (4 * words + 2 * layer) + summed * layer)
-    return max(beside + summed * max(layer, words), narrow * layer + (narrow + wide) * words)
+        return max(beside + 2 * all_words, 4 * all_words + 2 * one) + summed * layer
+    return max(beside + summed * max(layer, words), one + all_words + wide * words)
 
 
 def logits_at_once(words: int, *, on_gpus: bool) -> int:
@@ -107,8 +117,10 @@ class StepMemory(ModelLayout):
         trained, here = self._trained, not self.offloads
         if self.is_sharded:
             has_own_values, frozen = self.offloads or self.node < ranks, self._parameters - trained
+            in_layers = self.layer_params()[0] * self.shape.layers if self.trained is None else 0.0  # not in adapters
+            own = narrow * trained - (narrow - (self.layer_bytes or narrow)) * in_layers
             parts = {
-                "weights": narrow * (frozen + has_own_values * trained) / self.node + wide * here * trained / ranks,
+                "weights": (narrow * frozen + has_own_values * own) / self.node + wide * here * trained / ranks,
                 "gradients": wide * trained * (1 / ranks + (self.node < ranks) / self.node),
             }
         else:
@@ -154,6 +166,7 @@ class StepMemory(ModelLayout):
             ties=ties,
             trains=self.trained is None,
             casts=self.node == self.ranks and not self.offloads,
+            layer_bytes=self.layer_bytes,
         )
         return found - self._layer().tied_head_gradient * ties  # which a microbatch counts
 

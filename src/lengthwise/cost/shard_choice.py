@@ -211,7 +211,7 @@ def _parts(memory: StepMemory) -> str:
 def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False) -> Traffic:
     """Return the traffic of a sharded model's wave, over the links of `cost` and all `memory.ranks`.
 
-    Parameters travel in the model's dtype, gradients in fp32; parameters that do not train have no gradients.
+    Parameters travel in the dtype of their gather, gradients in fp32; parameters that do not train have no gradients.
     head_apart: True if an untied head is a unit of its own, as in our engine.
     """
     layer, rest = memory.layer_params()
@@ -227,7 +227,7 @@ def sharded_traffic(memory: StepMemory, cost: Cost, *, head_apart: bool = False)
 
     return Traffic(
         layers=memory.shape.layers,
-        gather_seconds=seconds(layer * memory.dtype_bytes),
+        gather_seconds=seconds(layer * (memory.layer_bytes or memory.dtype_bytes)),
         reduce_seconds=seconds(layer * trains * GRADIENT_BYTES),
         rest_gather_seconds=seconds((rest - head) * memory.dtype_bytes),
         rest_reduce_seconds=seconds((rest - head) * trains_rest * GRADIENT_BYTES),

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from lengthwise.comm import Mesh, Pending, Transport, agree
 from lengthwise.engine.flat_layout import BucketOrder
 from lengthwise.engine.placing import refuse_hooks, refuse_parts, replaced, share_values, trainable
-from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, in_buckets, whole_inside
+from lengthwise.engine.slices import Sharding, Slices, axes_of, gathered, in_buckets, read_in_passes, whole_inside
 from lengthwise.engine.stage_share import StageShare
 from lengthwise.engine.unit_waves import Waves
 from lengthwise.engine.units import Accumulation, ModelUnit, UnitPart, units_of
@@ -68,7 +68,7 @@ class Parameters:
         new = {name: own for name, own in given.items() if name in learns and (own.is_meta or not sharding.stays)}
         refuse_hooks(new)
         all_to = None if sharding.keeps_dtypes else sharding.dtype
-        dtypes = {name: all_to or own.dtype for name, own in given.items()}
+        dtypes = read_in_passes({name: all_to or own.dtype for name, own in given.items()}, given, layers, sharding)
         if all_to is None:  # parameters lie in the order of their dtypes
             own_dtypes = repr([(name, dtypes[name]) for name in given if name in learns]).encode()
             agree(self._transport, own_dtypes, "dtypes of trainable parameters", "Load the model alike on all ranks.")
@@ -82,8 +82,8 @@ class Parameters:
             unit_of = {name: layer_of.get(id(own), -1) for name, own in given.items() if name in learns}
         own, frozen = {name: number for name, number in unit_of.items() if name in learns}, {}
         for name in (each for each in unit_of if each not in learns):
-            frozen.setdefault(dtypes[name], {})[name] = unit_of[name]
-        trained_dtypes = {dtypes[name] for name in own} | (stage.trained_dtypes() if all_to is None else set())
+            frozen.setdefault(dtypes[name].whole, {})[name] = unit_of[name]
+        trained_dtypes = {dtypes[name].whole for name in own} | (stage.trained_dtypes() if all_to is None else set())
         wide = reduce(torch.promote_types, trained_dtypes, torch.promote_types(sharding.dtype, torch.float32))
         trained = Slices(own, given, sharding, axes, dtypes=dtypes, kept=wide, trains=True)
         self._frozen = [
@@ -340,7 +340,7 @@ class Parameters:
             with (
                 nullcontext()
                 if self.keeps_values
-                else whole_inside(self._model, slices, is_kept=is_kept, device=device)
+                else whole_inside(self._model, slices, self._transport, is_kept=is_kept, device=device)
             ):
                 yield
         finally:

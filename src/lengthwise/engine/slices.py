@@ -24,7 +24,7 @@ from lengthwise.comm import Pending, SoloTransport, Transport
 from lengthwise.engine.flat_layout import BUCKET_ENTRIES, FlatLayout, Run, lay_out
 from lengthwise.engine.placing import as_view
 from lengthwise.engine.units import UnitPart
-from lengthwise.models.modules import replace_parameters
+from lengthwise.models.modules import cast_weights, replace_parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,8 @@ class Sharding:
     the next three apply. bucket_entries: least entries of a bucket. overlaps: True to sum gradients while the last
     backward runs. values_late: True to send values while the next forward begins, which waits for those that it reads.
     keeps_dtypes: True if parameters keep their dtypes; otherwise all get `dtype`. trains: True if anything trains.
-    exact_on: device of exact values, by default the model's.
+    exact_on: device of exact values, by default the model's. casts_to: dtype of mixed precision, in which units are
+    gathered as far as torch.autocast casts them.
     """
 
     dtype: torch.dtype
@@ -48,6 +49,7 @@ class Sharding:
     keeps_dtypes: bool = False
     trains: bool = True
     exact_on: torch.device | None = None
+    casts_to: torch.dtype | None = None
 
     @property
     def stays(self) -> bool:
@@ -55,11 +57,33 @@ class Sharding:
         return self.ranks_in_step == 1
 
 
+class Dtypes(NamedTuple):
+    """The dtypes of a parameter in passes, and of the whole parameter, as it is saved."""
+
+    read: torch.dtype
+    whole: torch.dtype
+
+
 class Axes(NamedTuple):
     """Collectives of a rank, over its node and over its replicas."""
 
     node: Transport
     replicas: Transport
+
+
+def read_in_passes(
+    own: Mapping[str, torch.dtype], given: Mapping[str, nn.Parameter], layers: Iterable[nn.Module], sharding: Sharding
+) -> dict[str, Dtypes]:
+    """Return the dtypes of parameters by name: units are gathered in that of mixed precision, where results are equal.
+
+    own: dtypes of the whole parameters. given: the parameters.
+    """
+    to = None if sharding.stays else sharding.casts_to
+    cast = set[int]() if to is None else {id(each) for each in cast_weights(layers)}
+    return {
+        name: Dtypes(to if to and dtype == torch.float32 and id(given[name]) in cast else dtype, dtype)
+        for name, dtype in own.items()
+    }
 
 
 def axes_of(world: Transport, sharding: Sharding) -> Axes:
@@ -90,13 +114,13 @@ class Slices:
         sharding: Sharding,
         axes: Axes,
         *,
-        dtypes: Mapping[str, torch.dtype],
+        dtypes: Mapping[str, Dtypes],
         kept: torch.dtype,
         trains: bool,
     ) -> None:
         self.axes, self.stays = axes, sharding.stays
         self.names = _by_dtype(unit_of, dtypes, given)
-        self._unit_of, self.dtypes = [unit_of[name] for name in self.names], [dtypes[name] for name in self.names]
+        self._unit_of, self.dtypes = [unit_of[name] for name in self.names], [dtypes[name].read for name in self.names]
         self.shapes = [tuple(given[name].shape) for name in self.names]
         self.layout: FlatLayout = lay_out(
             [given[name].numel() for name in self.names],
@@ -104,7 +128,7 @@ class Slices:
             world_size=axes.node.world_size * axes.replicas.world_size,
             bucket_entries=sharding.bucket_entries if self.stays else 1,
             ranks_per_node=axes.node.world_size,
-            kinds=self.dtypes,
+            kinds=[dtypes[name] for name in self.names],
         )
         self.node = self.layout.of_node()
         if not trains:
@@ -113,7 +137,9 @@ class Slices:
         self._is_apart = sharding.exact_on is not None and trains
         where = sharding.exact_on if self._is_apart else sharding.device
         self.values = torch.zeros(self.layout.shard_entries, dtype=kept, device=where)
-        self._dtype_of = dict(zip(self.layout.bucket_of, self.dtypes, strict=True))  # of the buckets
+        of_bucket = dict(zip(self.layout.bucket_of, (dtypes[name] for name in self.names), strict=True))
+        self._dtype_of = {bucket: each.read for bucket, each in of_bucket.items()}
+        self._whole_dtype_of = {bucket: each.whole for bucket, each in of_bucket.items()}
         self._copied, self.copies, self.of_node = set[int](), list[Tensor](), list[Tensor]()
         for dtype, group in groupby(self.order, key=self._dtype_of.__getitem__):
             buckets = list(group)
@@ -172,10 +198,14 @@ class Slices:
             self.made.update(zip((self.names[index] for index in members), part.parameters, strict=True))
             yield part
 
-    def cast_slices(self) -> Iterator[Tensor]:
-        """Yield the buckets of `of_node` in the dtypes that forward reads."""
-        for bucket, own in enumerate(self.of_node):
-            yield own.to(self._dtype_of[bucket])
+    def wholes(self, world: Transport) -> Iterator[tuple[int, Tensor]]:
+        """Gather the parameters in their own dtypes, bucket by bucket, as `gathered` does. Collective over `world`."""
+        layout, slices, ranks = self.node, self.of_node, self.axes.node
+        if self._copied and self._dtype_of != self._whole_dtype_of:  # the copies are less than exact
+            layout, slices, ranks = self.layout, in_buckets(self.layout, self.values), world
+        device = self.of_node[0].device if self.of_node else self.values.device
+        own = (brought(each, self._whole_dtype_of[bucket], device) for bucket, each in enumerate(slices))
+        return gathered(layout, own, ranks)
 
     def fill(self, read: Callable[[str, int, int], Tensor], given: Mapping[str, nn.Parameter]) -> None:
         """Read this rank's entries of all parameters, one parameter at a time; `read` may be collective.
@@ -264,9 +294,9 @@ class Slices:
         return torch.linalg.vector_norm(torch.stack(norms)).item()
 
 
-def _by_dtype(names: Iterable[str], dtypes: Mapping[str, torch.dtype], given: Mapping[str, nn.Parameter]) -> list[str]:
+def _by_dtype(names: Iterable[str], dtypes: Mapping[str, Dtypes], given: Mapping[str, nn.Parameter]) -> list[str]:
     """Sort names by dtype, those of the fewest entries first: backward sums the last bucket first, and all after it."""
-    entries, names = Counter[torch.dtype](), list(names)
+    entries, names = Counter[Dtypes](), list(names)
     for name in names:
         entries[dtypes[name]] += given[name].numel()
     return sorted(names, key=lambda name: (entries[dtypes[name]], str(dtypes[name])))
@@ -314,7 +344,7 @@ def gathered(layout: FlatLayout, slices: Iterable[Tensor], transport: Transport)
 @contextmanager
 @torch.no_grad()
 def whole_inside(
-    model: nn.Module, slices: Sequence[Slices], *, is_kept: bool, device: torch.device | str
+    model: nn.Module, slices: Sequence[Slices], world: Transport, *, is_kept: bool, device: torch.device | str
 ) -> Iterator[None]:
     """Give the model whole parameters inside the block, in their dtypes, where `is_kept`. Collective.
 
@@ -322,7 +352,7 @@ def whole_inside(
     """
     before, made = dict(model.named_parameters()), dict[int, nn.Parameter]()
     for each in slices:
-        for index, values in gathered(each.node, each.cast_slices(), each.axes.node):
+        for index, values in each.wholes(world):
             if is_kept:
                 own, whole = before[each.names[index]], values.view(each.shapes[index]).to(device, copy=True)
                 made[id(own)] = nn.Parameter(whole, requires_grad=own.requires_grad)

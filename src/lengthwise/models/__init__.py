@@ -31,7 +31,8 @@ from lengthwise.models.image_features import seeing
 from lengthwise.models.image_kinds import IMAGE_FAMILIES
 from lengthwise.models.images import image_reader, refuse_image_files, sees_images
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
-from lengthwise.models.loss import has_own_logits, has_own_loss, token_loss, token_losses
+from lengthwise.models.loss import has_own_logits, has_own_loss, loss_by, token_loss, token_losses
+from lengthwise.models.loss_choice import choose_losses
 from lengthwise.models.mixer_choice import choose_mixers
 from lengthwise.models.mixer_layers import has_states, mixing_of
 from lengthwise.models.model_files import copy_processor, save_model
@@ -84,6 +85,7 @@ __all__ = [
     "check_recompute",
     "check_weights",
     "choose_layers",
+    "choose_losses",
     "choose_mixers",
     "choose_model_kernel",
     "coefficient_key",
@@ -103,6 +105,7 @@ __all__ = [
     "keep_double",
     "largest_head_dim",
     "left_alone",
+    "loss_by",
     "mixing_of",
     "model_log_probabilities",
     "model_loss",

@@ -22,7 +22,7 @@ from lengthwise.attention import PlannedAttention, planned_attention
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
 from lengthwise.cost import logits_at_once as logits_by_rule
-from lengthwise.models.loss import DecoderOutput, has_own_logits, token_loss, token_losses
+from lengthwise.models.loss import DecoderOutput, has_own_logits, loss_by, token_loss, token_losses
 from lengthwise.models.mixer_layers import count_mixers, mixing_in_torch, put_mixers
 from lengthwise.models.rope import forget_lengths, sequence_lengths
 
@@ -75,7 +75,7 @@ def model_loss(
     chunk_tokens = _chunk_tokens(model, input_ids, logits_at_once)
     if chunk_tokens is None:
         output = _run(model, planned, input_ids, position_ids)
-        loss = token_loss(output.logits[0, : planned.num_tokens], shift_labels, weights)
+        loss = loss_by(model, token_loss, output.logits[0, : planned.num_tokens], shift_labels, weights)
     else:
         decoded = DecoderOutput(model)
         with decoded.caught():
@@ -103,7 +103,7 @@ def model_log_probabilities(
     with torch.no_grad():
         if chunk_tokens is None:
             output = _run(model, planned, input_ids, position_ids)
-            return -token_losses(output.logits[0, : planned.num_tokens], shift_labels)
+            return -loss_by(model, token_losses, output.logits[0, : planned.num_tokens], shift_labels)
         decoded = DecoderOutput(model)
         with decoded.caught():
             _run(model, planned, input_ids, position_ids)

@@ -199,6 +199,11 @@ def _fused_needs(config: Any, computing: Computing, *, dtype: torch.dtype, on_gp
     )
 
 
+def allow_variants() -> None:
+    """Let torch compile more variants of a function than by default; above its limit it silently runs the function."""
+    torch._dynamo.config.recompile_limit = max(_MOST_VARIANTS, torch._dynamo.config.recompile_limit)
+
+
 def compiled_forwards(model: Any, *, backend: str = "inductor") -> tuple[Forwards, str]:
     """Return compiled forwards of a model's decoder layers, and a note on them, or on the reason for none."""
     layers = [layer for layer in wrapped_layers(model) if "forward" not in vars(layer)]  # not the user's forwards
@@ -206,7 +211,7 @@ def compiled_forwards(model: Any, *, backend: str = "inductor") -> tuple[Forward
         return {}, "no layer is compiled: this family has no wrap around its layers"
     if expert_weights(model):  # an expert's tokens depend on data: a graph break per expert
         return {}, "no layer is compiled: experts are not traced yet"
-    torch._dynamo.config.recompile_limit = max(_MOST_VARIANTS, torch._dynamo.config.recompile_limit)
+    allow_variants()
     # Tracing reads the gradient of every input, and warns of that.
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
     leave_attention_eager()

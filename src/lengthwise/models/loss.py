@@ -7,9 +7,11 @@ gradients are computed at once, without more arithmetic. After Liger Kernel (arX
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import repeat
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +36,21 @@ def token_losses(logits: Tensor, shift_labels: Tensor) -> Tensor:
     """Return the cross entropy per token, (tokens,), from logits (tokens, vocab), in fp32 or wider."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     return F.cross_entropy(logits.to(wide), shift_labels, ignore_index=-100, reduction="none")
+
+
+_chosen = WeakKeyDictionary[nn.Module, dict[tuple[Callable[..., Tensor], torch.dtype], Callable[..., Tensor]]]()
+
+
+def use_losses(
+    model: nn.Module, dtype: torch.dtype, losses: Mapping[Callable[..., Tensor], Callable[..., Tensor]]
+) -> None:
+    """Let planned passes of a model compute losses of logits in `dtype` by others. losses: these, by the above."""
+    _chosen.setdefault(model, {}).update({(each, dtype): other for each, other in losses.items()})
+
+
+def loss_by(model: nn.Module, loss: Callable[..., Tensor], logits: Tensor, *given: Tensor | None) -> Tensor:
+    """Return `token_loss` or `token_losses`, as chosen for the model and the dtype of its logits."""
+    return _chosen.get(model, {}).get((loss, logits.dtype), loss)(logits, *given)
 
 
 def has_own_logits(model: Any) -> bool:
@@ -88,13 +105,18 @@ class DecoderOutput:
         """Sum the loss of the first tokens, whose labels are `shift_labels` (tokens,), as `token_loss` does."""
         hidden = self._hidden(shift_labels)
         outside = _outside(self._model, self._decoder) if torch.is_grad_enabled() else []
-        return _ChunkedLoss.apply(hidden, shift_labels, weights, self._logits, chunk_tokens, *outside)  # type: ignore[no-any-return]
+        return _ChunkedLoss.apply(hidden, shift_labels, weights, self._summed, chunk_tokens, *outside)  # type: ignore[no-any-return]
 
     def losses(self, shift_labels: Tensor, chunk_tokens: int) -> Tensor:
         """Return the loss of each of the first tokens, (tokens,), without gradients."""
         chunks = zip(self._hidden(shift_labels).split(chunk_tokens), shift_labels.split(chunk_tokens), strict=True)
         with torch.no_grad():
-            return torch.cat([token_losses(self._logits(hidden), labels) for hidden, labels in chunks])
+            return torch.cat(
+                [loss_by(self._model, token_losses, self._logits(each), labels) for each, labels in chunks]
+            )
+
+    def _summed(self, hidden: Tensor, labels: Tensor, weights: Tensor | None) -> Tensor:
+        return loss_by(self._model, token_loss, self._logits(hidden), labels, weights)
 
     def _hidden(self, shift_labels: Tensor) -> Tensor:
         return self._outputs[0].last_hidden_state[0, : len(shift_labels)]  # type: ignore[no-any-return]
@@ -163,7 +185,7 @@ class _ChunkedLoss(torch.autograd.Function):
         hidden: Tensor,
         labels: Tensor,
         weights: Tensor | None,
-        logits: Callable[[Tensor], Tensor],
+        loss_of: Callable[..., Tensor],
         chunk_tokens: int,
         *parameters: Tensor,
     ) -> Tensor:
@@ -175,7 +197,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             weighed = None if weights is None else weights[part]
-            loss, found = _take_chunk(hidden[part], labels[part], weighed, logits, parameters, wanted=wanted)
+            loss, found = _take_chunk(hidden[part], labels[part], weighed, loss_of, parameters, wanted=wanted)
             total += loss
             if by_hidden is not None:
                 assert found[0] is not None, "logits follow from hidden states"
@@ -184,15 +206,15 @@ class _ChunkedLoss(torch.autograd.Function):
             del found  # before others are made
         if by_hidden is not None:
             sums = zip(by_parameter, parameters, strict=True)
-            narrow = [torch.zeros_like(own) if each is None else each.to(own.dtype) for each, own in sums]
-            ctx.made = [by_hidden, *narrow]
+            ctx.made = [by_hidden, *(torch.zeros_like(own) if each is None else each for each, own in sums)]
+            ctx.dtypes = [each.dtype for each in (hidden, *parameters)]
         return total
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         made: list[Tensor] = ctx.made
         del ctx.made  # returned without a copy
-        by_hidden, *by_parameter = (each.mul_(gradients[0]) for each in made)
+        by_hidden, *by_parameter = map(_scaled, made, ctx.dtypes, repeat(gradients[0]))
         return by_hidden, None, None, None, None, *by_parameter
 
 
@@ -200,7 +222,7 @@ def _take_chunk(
     hidden: Tensor,
     labels: Tensor,
     weights: Tensor | None,
-    logits: Callable[[Tensor], Tensor],
+    loss_of: Callable[..., Tensor],
     parameters: Sequence[Tensor],
     *,
     wanted: bool,
@@ -208,9 +230,15 @@ def _take_chunk(
     """Return the loss of a chunk, and its gradients of hidden states and parameters if they are wanted."""
     with torch.set_grad_enabled(wanted):
         chunk = hidden.detach().requires_grad_(wanted)
-        loss = token_loss(logits(chunk), labels, weights)
+        loss = loss_of(chunk, labels, weights)
     found = torch.autograd.grad(loss, (chunk, *parameters), allow_unused=True) if wanted else ()
     return loss.detach(), found
+
+
+def _scaled(gradient: Tensor, dtype: torch.dtype, factor: Tensor) -> Tensor:
+    """Multiply a gradient, in place if it has the dtype, and round it once."""
+    out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
+    return torch.mul(gradient, factor, out=out)
 
 
 def _sum(total: Tensor | None, more: Tensor | None) -> Tensor | None:

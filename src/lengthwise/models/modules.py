@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -27,3 +28,21 @@ def replace_parameters(model: nn.Module, made: Mapping[int, nn.Parameter]) -> No
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) in made:
                 module._parameters[name] = made[id(parameter)]
+
+
+def cast_weights(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yield weights inside of `modules` that torch.autocast casts wherever they are read: those of linear layers.
+
+    Adapters of peft may read the values of their base otherwise; LoRA without DoRA does not.
+    """
+    for module in modules:
+        given: Any = module
+        kind, children = type(module).__module__, module._modules
+        if kind.startswith("peft."):
+            plain = kind.startswith("peft.tuners.lora.") and not any(getattr(given, "use_dora", {None: True}).values())
+            children = {"base_layer": children.get("base_layer")} if plain else {}
+        for child in children.values():
+            if type(child) is nn.Linear and "forward" not in vars(child):
+                yield child.weight
+            elif child is not None:
+                yield from cast_weights([child])

@@ -40,8 +40,10 @@ from lengthwise.models import (
     ModelSource,
     build_model,
     choose_layers,
+    choose_losses,
     choose_mixers,
     choose_model_kernel,
+    loss_by,
     position_limit,
     score_cap,
     token_loss,
@@ -153,6 +155,7 @@ def build(
     model = build_model(source, seed=0, stored=transport.rank == 0)
     choose_layers(model, computing or Computing(), world.device, transport, dtype=DTYPES[precision]).put()
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
+    choose_losses(model, transport, world.device, dtype=DTYPES[precision], computing=computing or Computing())
     parameters = lay_parameters(model, transport, Sharding(dtype=DTYPES[precision], device=world.device))
     return model, parameters, sliced_optimizer(OptimizerConfig(), model, parameters, transport.rank)
 
@@ -369,4 +372,4 @@ def _run_head(model: Any, ids: Tensor) -> None:
     words: int = model.config.vocab_size
     for some in ids.split(logits_at_once(words, on_gpus=ids.is_cuda) // words or 1):
         hidden = torch.randn(len(some), width, dtype=like.dtype, device=ids.device, requires_grad=True)
-        token_loss(head(hidden), some).backward()
+        loss_by(model, token_loss, head(hidden), some).backward()

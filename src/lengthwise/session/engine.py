@@ -26,6 +26,7 @@ from lengthwise.engine.step import RankResult, StepContext, run_part
 from lengthwise.models import (
     Computing,
     DropoutKey,
+    choose_losses,
     choose_mixers,
     choose_model_kernel,
     text_config,
@@ -169,6 +170,7 @@ class Engine:
             found = choose_model_kernel(self.config, self.computing, self.device, **how)
             self._kernels[dtype] = found
             choose_mixers(self.model, self.transport, self.device, dtype=dtype, say=say)
+            choose_losses(self.model, self.transport, self.device, dtype=dtype, computing=self.computing, say=say)
         return self._kernels[dtype]
 
     def cast_dtype(self) -> torch.dtype | None:

@@ -211,6 +211,7 @@ def _lay(
         keeps_dtypes=settings.stored is None,
         trains=settings.trains,
         exact_on=torch.device("cpu") if settings.trained.offloads else None,
+        casts_to=settings.autocast,
     )
     engine.parameters = parameters = lay_parameters(text, transport, sharding, stage=stage, rows=rows)
     return engine, None if on_slices is None else on_slices(parameters, rank)

@@ -227,8 +227,9 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
     dtype_bytes = widths.most_common(1)[0][0] if stored is None else stored.dtype.itemsize
     states = len(section.states) if section else 0 if given is None else states_an_entry(given)
     trained = 0 if optimizer is None else sum(each.numel() for each in parameters if each.requires_grad)
+    shape = shape_from_config(config.to_dict())
     return TrainedModel(
-        shape=shape_from_config(config.to_dict()),
+        shape=shape,
         dtype_bytes=dtype_bytes,
         parameters=total,
         trained=trained if trained < total else None,
@@ -239,6 +240,8 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
         chunked=not (has_own_logits(text) if stored is None else stored.whole_logits),
         quantization=kind_of(text),
         frozen_bytes=frozen_bytes(text, dtype_bytes),
+        # Mixed precision casts linear layers; experts in one parameter are gathered as they are.
+        layer_bytes=2 if asked.precision == "bf16" and dtype_bytes == 4 and shape.experts == 1 else None,
     )
 
 

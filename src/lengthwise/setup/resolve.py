@@ -49,7 +49,7 @@ class TrainedModel:
     as usual in the family. kinds: kinds of recomputation that the family supports. states: number of optimizer states
     per entry (default 2). offloads: True if states and master weights are in host memory. chunked: True if the loss
     computes logits in chunks. quantization: kind of the linear layers' weights, None for none. frozen_bytes: bytes of
-    the frozen parameters; None by the shape.
+    the frozen parameters; None by the shape. layer_bytes: as in `ModelLayout`.
     """
 
     shape: ModelShape
@@ -63,6 +63,7 @@ class TrainedModel:
     chunked: bool = True
     quantization: str | None = None
     frozen_bytes: int | None = None
+    layer_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,7 @@ def memory_of_settings(settings: TrainingSettings, model: TrainedModel, *, ranks
         ties=model.ties,
         quantization=model.quantization,
         frozen_bytes=model.frozen_bytes,
+        layer_bytes=model.layer_bytes,
     )
     return memory_of(model.shape, layout, dtype_bytes=model.dtype_bytes, on_gpus=on_gpus, chunked=model.chunked)
 
