@@ -71,11 +71,8 @@ def _of_sizes(config: Any, inputs: Mapping[str, Tensor], _tokens: int) -> Tensor
 
 
 def _empty_size(config: Any, tokens: int) -> dict[str, Tensor]:
-    of_token, images = config.vision_config.patch_size * config.spatial_merge_size, 1
-    while max(_sides(tokens // images)) * of_token > config.vision_config.image_size and tokens % (2 * images) == 0:
-        images *= 2  # which the tower can place
-    size = torch.tensor([_sides(tokens // images)] * images) * of_token
-    return {PIXELS: torch.zeros(images, 3, *size[0].tolist()), "image_sizes": size}
+    size = torch.tensor([_sides(tokens)]) * config.vision_config.patch_size * config.spatial_merge_size
+    return {PIXELS: torch.zeros(1, 3, *size[0].tolist()), "image_sizes": size}
 
 
 # InternVL: tiles of one size. Gemma 3: images of one size.
