@@ -1,5 +1,7 @@
 """Samples of a machine whose coefficients are known, for tests of the fit and of the file."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from lengthwise.core.measurements import MeasuredPlace, Measurements, Sample
@@ -53,6 +55,9 @@ def samples_of(cost, *, noise=0.0, seed=0):
         found.append(sample("copy", noisy(1e-3 + 2 * size / cost.copy_bytes_per_second), num_bytes=size))
     for kind in ("embedding", "head"):
         found.append(sample(kind, noisy(4096 * (getattr(cost, f"{kind}_seconds") or 1e-6)), (4096,)))
+    for work in (20.0, 90.0, 400.0):
+        seconds = 1e-3 + cost.image_ratio * cost.linear_seconds * work
+        found.append(replace(sample("images", noisy(seconds), (int(work),)), image_work=work))
     ending = cost.ending
     moved = cost.reduced_bytes / 2 / (ending.reduced_bytes_per_second or 1e9)
     found.append(sample("end_collectives", noisy(moved), degree=2))

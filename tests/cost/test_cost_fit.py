@@ -33,6 +33,7 @@ def machine(
         backward=replace(cost.backward, attention=1 - attention, linear=1 - share),
         block_efficiency=curve,
         copy_bytes_per_second=4e8,
+        image_ratio=1.7,
         ending=Ending(update_seconds=0.02, clear_seconds=1e-3, reduced_bytes_per_second=3e8),
     )
 
@@ -55,6 +56,7 @@ def test_fit_recovers_every_term_from_exact_samples(q, linear, fixed, near, far,
         "reduced_bytes_per_second": 3e8,
     }  # fmt: skip
     assert {name: values[name] for name in exact} == pytest.approx(exact)
+    assert values["image_ratio"] == pytest.approx(1.7, rel=2e-2)
     assert fit.mean_error < 0.02
 
 

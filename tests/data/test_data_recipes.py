@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lengthwise.core.errors import DataError, Problems
+from lengthwise.core.plan import images_beside
 from lengthwise.data.recipes import RECIPES, draw_lengths, lengths_from_file
 
 MILLIONS = 2**20
@@ -57,6 +58,9 @@ def test_lengths_from_file_reads_a_list_and_a_recipe(tmp_path: Path) -> None:
     assert lengths_from_file(file) == [5, 1, 99]
     file.write_text(json.dumps({"recipe": "prolong", "tokens": 9000, "seed": 2}))
     assert lengths_from_file(str(file)) == draw_lengths("prolong", 9000, 2)
+    file.write_text(json.dumps({"schema": "of a plan", "tokens": [5, 7], "images": [[0, 0], [9, 4]]}))
+    assert lengths_from_file(file) == [5, 7]
+    assert images_beside(lengths_from_file(file)) == [[], [(0, 4), (0, 4), (0, 1)]]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +81,9 @@ def test_lengths_from_file_reads_a_list_and_a_recipe(tmp_path: Path) -> None:
         ('{"recipe": "byted", "tokens": 1.5, "seed": 0}', r"lengths\.json: tokens"),
         ('{"recipe": "byted", "tokens": 5, "seed": -1}', "seed"),
         ('{"recipe": "byted", "tokens": 5, "seed": true}', "seed"),
+        ('{"tokens": [1, 0]}', r"lengths\.json: tokens\[1\]"),
+        ('{"tokens": [1], "parents": [null]}', r"lengths\.json: parents: expected whole sequences"),
+        ('{"tokens": [1], "images": []}, [1, 1]]}', r"lengths\.json"),
         ("[" * 100_000, r"lengths\.json"),
     ],
 )

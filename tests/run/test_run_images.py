@@ -16,7 +16,8 @@ from testing.towers import tiny_tower_config
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
 
 import lengthwise
-from lengthwise.config import DataSource
+from lengthwise.cli.sources import lengths_of_run, listed_lengths
+from lengthwise.config import DataSource, load_config
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.data import load_dataset, load_tokenizer
 from lengthwise.data.dataset import DatasetBuilder
@@ -125,6 +126,13 @@ def test_plan_counts_images_as_a_run_does(run_file, towers, lora):
     assert call("plan", "--config", run_file, "--ranks", 2, "--out", found) == 0
     of_run = json.loads(gzip.decompress((output / "plans/step-000001.json.gz").read_bytes()))
     assert json.loads(found.read_text())["images"] == of_run["images"]
+    wanted = sorted((tokens, *each) for tokens, each in zip(of_run["tokens"], of_run["images"], strict=True))
+    for known in (lengths_of_run(run_file, load_config(run_file)), listed_lengths(str(found))):
+        for wanted_tokens in (sum(of_run["tokens"]), *[None] * bool(known.steps)):  # drawn, or the first step's
+            ((batch,), _) = known.batches(wanted_tokens, 1, None, devices=2)
+            works = [[work for _, work in images] for images in batch.images]
+            of_rows = [(length, sum(each), max(each, default=0)) for length, each in zip(batch, works, strict=True)]
+            assert sorted(of_rows) == [pytest.approx(each) for each in wanted]
 
 
 @pytest.mark.parametrize(("run_file", "lora"), [("gemma3", None), more("gemma3", LORA)], indirect=["run_file"])

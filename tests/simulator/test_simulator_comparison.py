@@ -4,9 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from lengthwise.core.plan import WithImages
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, all_terms_cost, named_hardware, named_shape, sharded_traffic, step_memory
 from lengthwise.planner import PlanOptions
+from lengthwise.planner.prefixes import plan_apart
 from lengthwise.program import check_plan
 from lengthwise.report.branches import branches_json, branches_notes
 from lengthwise.report.page import degrees_of
@@ -34,7 +36,6 @@ from lengthwise.simulator.rivals import (
     LockStep,
     lock_steps,
     packed,
-    padded,
 )
 
 SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
@@ -199,9 +200,30 @@ def test_lock_step_waits_for_the_slowest_of_every_microbatch_which_is_cut_over_t
         assert took.held_tokens.max() == held
 
 
+def test_all_ways_to_train_count_the_work_on_images() -> None:
+    """Of four rows two have images of thrice their work; microbatches of a row on two ranks wait for each other."""
+    cost, cluster = Cost(linear_seconds=1.0), Cluster(ranks=2, capacity_tokens=1200)
+    batch = WithImages([1000, 900, 800, 1000], [[(0, 3000.0)], [], [(0, 2000.0), (9, 1000.0)], []])
+
+    def seconds(how: LockStep) -> float:
+        plan = plan_apart(batch, 1200, cost, lambda own, costs: how(own, cluster, costs, PlanOptions()), batch.images)
+        assert sum(each.total for each in plan.images) == 6000
+        return simulate_plan(plan, cost).step_seconds
+
+    assert seconds(LockStep(size=1)) == pytest.approx(4000 + 3800, rel=0.01)
+    assert seconds(LockStep(by_work=True)) == pytest.approx(4000 + 1000, rel=0.01)
+    scenario = Scenario(shape=named_shape("qwen3-0.6b"), hardware=H100, devices=2, kinds=("layer",))
+    plain, seen = (compare([each], scenario) for each in (list(batch), batch))
+    for before, after in zip(plain.rows, seen.rows, strict=True):
+        assert after.found.mean_seconds > before.found.mean_seconds, after.planner
+        assert after.found.mean("ideal_seconds") > 2 * before.found.mean("ideal_seconds")
+
+
 def test_padding_fills_up_to_the_longest_of_a_microbatch_and_packing_keeps_sequences_whole() -> None:
-    assert padded([3, 9, 5, 1, 2], 2, by_length=False) == [[9, 9], [5, 5], [2]]
-    assert padded([3, 9, 5, 1, 2], 2, by_length=True) == [[9, 9], [3, 3], [1]]
+    cluster, options = Cluster(ranks=1, capacity_tokens=99), PlanOptions()
+    for by_length, expected in ((False, (9, 9, 5, 5, 2)), (True, (9, 9, 3, 3, 1))):
+        plan = LockStep(size=2, by_length=by_length)([3, 9, 5, 1, 2], cluster, Cost(linear_seconds=1.0), options)
+        assert plan.tokens == expected
     packs = packed(range(1, 9), 9)
     assert sorted(length for pack in packs for length in pack) == [*range(1, 9)]
     assert [sum(pack) for pack in packs] == [9, 9, 9, 9]

@@ -13,6 +13,7 @@ from lengthwise.cli.options import PlanChoices, named_alike, parse_speeds, refus
 from lengthwise.cli.output import plain_console, refuse_unwritable_file, write_atomically
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.names import counted
+from lengthwise.core.plan import images_beside
 from lengthwise.core.shape import UNCUT, LayerCut, ModelShape
 from lengthwise.core.sizes import MOST_RANKS, parse_tokens, read_whole
 from lengthwise.report.figures import count, seconds, unitless
@@ -63,7 +64,7 @@ class PlanCommand:
     """A run file: plan its first global batch, as training would."""
     lengths: Annotated[Path | None, tyro.conf.arg(metavar="FILE.json", help_behavior_hint="")] = None
     """A JSON list of lengths in tokens, or {"recipe": ..., "tokens": ..., "seed": ...} of a published data
-    set ("longest_tokens" clips it)."""
+    set ("longest_tokens" clips it), or a plan file, for its "tokens" and "images"."""
     ranks: Annotated[int, tyro.conf.arg(metavar="N")]
     """Ranks of the cluster: model replicas of one device; with `stages` in the run file, devices, as for train."""
     capacity: Annotated[str | None, tyro.conf.arg(metavar="TOKENS", help_behavior_hint="")] = None
@@ -378,7 +379,7 @@ class PlanCommand:
         config, shape = inputs.config, inputs.shape
         if config is None:
             assert inputs.lengths is not None, "one of the two was checked to be given"
-            return inputs.lengths, (), None, sum(inputs.lengths)
+            return inputs.lengths, images_beside(inputs.lengths), None, sum(inputs.lengths)
         from lengthwise.cli.run_model import images_of
         from lengthwise.data import Batches, load_dataset, load_tokenizer
         from lengthwise.data.load import first_rows

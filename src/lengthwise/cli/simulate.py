@@ -79,7 +79,8 @@ class Simulate:
     config: Annotated[Path | None, tyro.conf.arg(metavar="RUN.yaml", help_behavior_hint="")] = None
     """The run file, as an option."""
     lengths: Annotated[str | None, tyro.conf.arg(metavar="RECIPE|FILE.json", help_behavior_hint="")] = None
-    """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), or a JSON list."""
+    """Lengths to draw batches from: a published set (github, byted, wikipedia, prolong, wlb_like), a JSON list, or a
+    plan file, for its "tokens" and "images"."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE.jsonl|FOLDER ...", help_behavior_hint="")] = ()
     """Your own data, in place of --lengths: files of rows as for training (chats need --tokenizer), or folders."""
     tokenizer: Annotated[str, tyro.conf.arg(metavar="NAME|FOLDER")] = "bytes"

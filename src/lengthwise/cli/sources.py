@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -13,10 +13,12 @@ import numpy as np
 
 from lengthwise.core.errors import Collector, ConfigError, raise_problems
 from lengthwise.core.names import counted, unknown_name
+from lengthwise.core.plan import WithImages, images_beside
 from lengthwise.core.sizes import parse_tokens, read_whole
 
 if TYPE_CHECKING:
     from lengthwise.config import DataSource, RunConfig
+    from lengthwise.core.plan import Images
     from lengthwise.data import Batches, Dataset
     from lengthwise.simulator.branches import Branches
 
@@ -86,7 +88,7 @@ class KnownLengths:
 
     unit: "tokens", "bytes" of texts without a tokenizer, or "tokens of NAME". left_out: number of skipped rows by
     reason. recipe: published set, drawn anew for each batch, or None. steps: steps of a run file, in the order of
-    training, or None.
+    training, or None. images: function that returns the work on the images of rows, or None.
     """
 
     name: str
@@ -95,6 +97,7 @@ class KnownLengths:
     unit: str = "tokens"
     left_out: Mapping[str, int] = field(default_factory=dict)
     steps: Batches | None = None
+    images: Callable[[Sequence[int]], Images] | None = None
 
     @property
     def note(self) -> str:
@@ -150,9 +153,18 @@ class KnownLengths:
             problems.append(error)
         raise_problems(problems)
         if takes_steps and self.steps is not None:
-            lengths_of_steps = (self.steps.dataset.lengths[step.ids] for step in islice(self.steps, number))
-            return [(prompt_tokens + own).tolist() for own in lengths_of_steps], context_tokens or longest
-        return [drawn_batch(lengths, wanted_tokens, seed) for seed in range(number)], context_tokens or longest
+            known, rows = self.steps.dataset.lengths, [step.ids for step in islice(self.steps, number)]
+            batches = [self._seen((prompt_tokens + known[ids]).tolist(), ids.tolist()) for ids in rows]
+            return batches, context_tokens or longest
+        ids = range(len(lengths)) if self.steps is None else self.steps.dataset.ids.tolist()
+        drawn = (drawn_places(lengths, wanted_tokens, seed) for seed in range(number))
+        batches = [self._seen([lengths[each] for each in those], [ids[each] for each in those]) for those in drawn]
+        return batches, context_tokens or longest
+
+    def _seen(self, lengths: list[int], rows: Sequence[int]) -> list[int]:
+        """Return the lengths of rows with the work on their images, if there is any."""
+        images = () if self.images is None else self.images(rows)
+        return WithImages(lengths, images) if any(images) else lengths
 
     def _refuse_many(self, sequences: int, wanted_tokens: int) -> None:
         if sequences > _MOST_SEQUENCES:
@@ -169,7 +181,10 @@ def listed_lengths(name: str) -> KnownLengths:
         return KnownLengths(name=name, recipe=name)
     if not name.endswith(".json") and not Path(name).exists():
         raise unknown_name("--lengths", name, RECIPES)
-    return KnownLengths(name=name, lengths=lengths_from_file(name))
+    lengths = lengths_from_file(name)
+    images = images_beside(lengths)
+    of_rows = (lambda rows: [images[row] for row in rows]) if images else None
+    return KnownLengths(name=name, lengths=lengths, images=of_rows)
 
 
 def read_branches(text: str) -> Branches:
@@ -245,6 +260,7 @@ def known_lengths(
     dataset: Dataset, name: str, tokenizers: Sequence[str], config: RunConfig | None = None
 ) -> KnownLengths:
     """Return the lengths of read rows, with the steps of a run file; DataError if there are none to train on."""
+    from lengthwise.cli.run_model import images_of
     from lengthwise.data import Batches
 
     return KnownLengths(
@@ -253,17 +269,23 @@ def known_lengths(
         unit=unit_of(tokenizers),
         left_out=dataset.skipped,
         steps=None if config is None else Batches(dataset, config),
+        images=None if config is None else partial(images_of, config, dataset),
     )
 
 
 def drawn_batch(known: Sequence[int], wanted_tokens: int, seed: int) -> list[int]:
+    """Return the lengths that `drawn_places` draws."""
+    return [known[place] for place in drawn_places(known, wanted_tokens, seed)]
+
+
+def drawn_places(known: Sequence[int], wanted_tokens: int, seed: int) -> list[int]:
     """Draw sequences without replacement, all of them before any twice, until a batch has `wanted_tokens`."""
     rng = np.random.Generator(np.random.PCG64(seed))
     batch: list[int] = []
     total = 0
     while total < wanted_tokens:
         for place in rng.permutation(len(known)).tolist():
-            batch.append(known[place])
+            batch.append(place)
             total += known[place]
             if total >= wanted_tokens:
                 break

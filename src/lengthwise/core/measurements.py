@@ -27,6 +27,7 @@ Kind = Literal[
     "copy",
     "embedding",
     "head",
+    "images",
     "end_collectives",
     "end_update",
     "end_clear",
@@ -48,6 +49,7 @@ TermName = Literal[
     "clear_seconds",
     "embedding_seconds",
     "head_seconds",
+    "image_ratio",
 ]
 ARITHMETIC: tuple[TermName, ...] = ("quadratic_seconds", "linear_seconds", "fixed_seconds")
 HARDLY_KNOWN = 0.5  # relative error
@@ -68,9 +70,10 @@ class Sample:
     kind: "local", a microbatch of packs on each rank; "ring", sequences over `degree` ranks; "block", one layer's
         causal attention, the kernel alone; "ring_block", the same queries and half as many keys, all seen; "transfer",
         a message to the next rank and one from it; "copy", activations to the offload store and back, on all ranks at
-        once; "embedding" and "head" (with the loss), alone; and of the step's end "end_collectives", "end_update"
-        (AdamW on this rank's slice) and "end_clear".
-    lengths: tokens of each sequence. degree: number of ranks that took part.
+        once; "embedding" and "head" (with the loss), alone; "images", the tower alone; and of the step's end
+        "end_collectives", "end_update" (AdamW on this rank's slice) and "end_clear".
+    lengths: tokens of each sequence, or of all images. degree: number of ranks that took part.
+    image_work: work on the images as plans count it, in tokens of linear work.
     tier: slowest link in use: none, inside a node (near), or between nodes (far).
     num_bytes: bytes that a rank sent, if the lengths do not determine them.
     seconds: lower quartile of `repeats`; with clock "cpu" the minimum, because other work only adds to it.
@@ -89,6 +92,7 @@ class Sample:
     forward_seconds: _AboveZero | None
     repeats: _Count
     spread: _FromZero
+    image_work: _FromZero = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -132,6 +132,19 @@ Images: TypeAlias = Sequence[Sequence[tuple[int, float]]]
 """For each sequence (first token, work) of its images, as in `ImageWork`; () if none has any."""
 
 
+class WithImages(list[int]):
+    """Lengths of sequences in tokens, with the work on their images."""
+
+    def __init__(self, lengths: Iterable[int], images: Images) -> None:
+        super().__init__(lengths)
+        self.images = images
+
+
+def images_beside(lengths: Sequence[int]) -> Images:
+    """Return the work on the images of sequences; () for plain lengths."""
+    return getattr(lengths, "images", ())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """The ordered microbatches of one step.
@@ -273,7 +286,7 @@ def _read_plan(text: str, where: str) -> Plan:
         schedule=schedule,
         requires=tuple(requires),
         parents=_read_parents(raw.get("parents"), f"{where}: parents"),
-        images=_read_images(raw.get("images", []), f"{where}: images", len(tokens)),
+        images=read_images(raw.get("images", []), f"{where}: images", len(tokens)),
         microbatches=tuple(_read_microbatch(row, f"{where}: microbatch {i}") for i, row in enumerate(rows)),
         notes=notes,
     )
@@ -287,7 +300,8 @@ def _read_parents(value: object, where: str) -> tuple[int | None, ...]:
     return tuple(None if one is None else _whole(one, f"{where}[{i}]", least=0) for i, one in enumerate(value))
 
 
-def _read_images(value: object, where: str, sequences: int) -> tuple[ImageWork, ...]:
+def read_images(value: object, where: str, sequences: int) -> tuple[ImageWork, ...]:
+    """Read `images` of a plan file; PlanError for another form."""
     if not isinstance(value, list) or len(value) not in (0, sequences):
         raise _refuse(where, f"a list with an entry for each of {sequences} sequences", value)
     for i, each in enumerate(value):

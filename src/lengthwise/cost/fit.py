@@ -23,12 +23,14 @@ from lengthwise.cost.links import Floats, Link
 from lengthwise.cost.terms import Cost
 
 _TURNS = 6
+_LEAST_IMAGES = 2  # sizes: for the work, and for what a call takes beside it
 _LEAST_LOCAL = 3  # microbatches of one rank: for squared tokens, tokens and the rest
 _ABOVE_LAUNCHES = 1.3  # times the shortest pass: below, the device partly waits for the host's launches
 _LEAST_SHARE, _MOST_SHARE = 0.02, 0.98  # of forward: a pass without any work would be free
 _LINKS: tuple[Tier, ...] = ("near", "far")
 _RATES: Mapping[Tier, TermName] = {"near": "near_bytes_per_second", "far": "far_bytes_per_second"}
 _HOPS: Mapping[Tier, TermName] = {"near": "near_hop_seconds", "far": "far_hop_seconds"}
+_OF_TOWERS: TermName = "image_ratio"
 _ENDS: Mapping[Kind, TermName] = {"embedding": "embedding_seconds", "head": "head_seconds"}
 
 
@@ -80,12 +82,14 @@ def fit_samples(samples: Sequence[Sample], base: Cost, *, launches_ahead: bool =
     cost = with_terms(cost, terms)
     terms |= _fit_forward(local, blocks, cost)
     terms |= {_ENDS[each.kind]: _a_token(each) for each in samples if each.kind in _ENDS}
-    terms |= _fit_step_end(samples, cost)
+    terms |= _fit_step_end(samples, cost) | _fit_images(samples, cost)
     cost = with_terms(cost, terms)
+    has_images = any(each.kind == "images" for each in samples)
+    measurable: list[TermName] = [name for name in get_args(TermName) if name != _OF_TOWERS or has_images]
     errors = [abs(predicted_seconds(each, cost) / each.seconds - 1) for each in ran]
     return Fit(
         terms=terms,
-        not_measured=tuple(name for name in get_args(TermName) if name not in terms),
+        not_measured=tuple(name for name in measurable if name not in terms),
         block_efficiency=curve,
         ring_efficiency=rings,
         mean_error=float(np.mean(errors)),
@@ -120,9 +124,10 @@ def with_terms(cost: Cost, terms: Mapping[TermName, Term]) -> Cost:
     collectives = {"node_bytes_per_second": 0.0} if "near_bytes_per_second" in values else {}
     attention = values.get("forward_attention", cost.forward.attention)
     linear = values.get("forward_linear", cost.forward.linear)
+    of_passes = "quadratic_seconds linear_seconds fixed_seconds embedding_seconds head_seconds image_ratio"
     return replace(
         cost,
-        **some("quadratic_seconds linear_seconds fixed_seconds copy_bytes_per_second embedding_seconds head_seconds"),
+        **some(f"{of_passes} copy_bytes_per_second"),
         near=_link(cost.near, values.get("near_bytes_per_second"), values.get("near_hop_seconds")),
         far=_link(cost.far, values.get("far_bytes_per_second"), values.get("far_hop_seconds")),
         forward=replace(cost.forward, attention=attention, linear=linear),
@@ -213,6 +218,16 @@ def _fit_step_end(samples: Sequence[Sample], cost: Cost) -> dict[TermName, Term]
     if (clear := of_kind.get("end_clear")) is not None:
         terms["clear_seconds"] = Term(value=clear.seconds, relative_error=_of_one(clear))
     return terms
+
+
+def _fit_images(samples: Sequence[Sample], cost: Cost) -> dict[TermName, Term]:
+    """Fit how long a tower takes for its counted work; what a call takes beside it is left out."""
+    images = [each for each in samples if each.kind == "images"]
+    if len(images) < _LEAST_IMAGES or not cost.linear_seconds:
+        return {}
+    columns = np.array([[cost.linear_seconds * each.image_work, 1.0] for each in images])
+    term = least_squares(columns, np.array([each.seconds for each in images])).term(0)
+    return {_OF_TOWERS: term} if term.value > 0 else {}
 
 
 def _a_token(sample: Sample) -> Term:

@@ -59,6 +59,7 @@ class Cost:
     stages: pipeline stages of a rank, with coefficients of one stage; 0 for those of any plan.
     stage_bytes: bytes per token of activations sent from a stage to the next, between nodes.
     embedding_seconds, head_seconds: parts of `linear_seconds` of all stages, to cut layers; 0 if not measured.
+    image_ratio: seconds of a tower over those of its counted work, in tokens of linear work.
     choices: choices of pieces without a given `Choice`.
     trees: sequences that continue others and count together as one, and those with images (`cost.trees`), by length:
         length, squared tokens inside of its sequences, the tokens of a block of these, the same two between its
@@ -101,6 +102,7 @@ class Cost:
     stage_bytes: float = 0.0
     embedding_seconds: float = 0.0
     head_seconds: float = 0.0
+    image_ratio: float = 1.0
     choices: Choices = _NOTHING
     trees: tuple[tuple[float, float, float, float, float, float, float], ...] = ()
 
@@ -381,7 +383,7 @@ class Cost:
 
     def linear_tokens(self, tokens: Floats, degree: Numbers) -> Floats:
         """Return the linear work of sequence i, all `degree` ranks together, in tokens; with that on its images."""
-        return tokens + image_work(tokens, degree, self.trees) if self.trees else tokens
+        return tokens + self.image_ratio * image_work(tokens, degree, self.trees) if self.trees else tokens
 
     def linear_ratio(self, tokens: Floats, degree: int) -> float:
         """Return the linear work of sequences over their tokens; 1 without images."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, raise_problems
 from lengthwise.core.files import read_json, read_package_json
 from lengthwise.core.names import unknown_name
+from lengthwise.core.plan import WithImages, read_images
 from lengthwise.core.sizes import MOST, read_whole
 
 _FILE = read_package_json("lengthwise.data", "recipes.json")
@@ -134,9 +135,10 @@ def _cut_to(lengths: NDArray[np.int64], tokens: int) -> NDArray[np.int64]:
 
 
 def lengths_from_file(path: str | Path) -> list[int]:
-    """Read lengths: a JSON list of whole numbers, or an object with recipe, tokens and seed.
+    """Read lengths: a JSON list of whole numbers, an object with recipe, tokens and seed, or a plan file's.
 
-    Raises DataError, or Problems, for a file that cannot be read, a repeated key or a bad entry; names file and index.
+    With images they are `WithImages`. Raises DataError, PlanError for images, or Problems, for a file that cannot be
+    read, a repeated key or a bad entry; names file and index.
     """
     where = str(path)
     try:
@@ -144,7 +146,12 @@ def lengths_from_file(path: str | Path) -> list[int]:
     except ValueError as error:
         raise _bad(where, "a JSON file", str(error)) from None
     if isinstance(content, dict):
-        return _lengths_from_recipe(content, where)
+        is_plan = isinstance(content.get("tokens"), list)
+        return _lengths_of_plan(content, where) if is_plan else _lengths_from_recipe(content, where)
+    return _listed(content, where)
+
+
+def _listed(content: Any, where: str) -> list[int]:
     if not isinstance(content, list) or not content:
         got = "an empty list" if content == [] else type(content).__name__
         raise _bad(where, "a non-empty list of lengths, or an object with recipe, tokens and seed", got)
@@ -154,6 +161,22 @@ def lengths_from_file(path: str | Path) -> list[int]:
         problems.append(_bad(where, "such lengths", f"{len(wrong) - _NAMED} more that are not"))
     raise_problems(problems)
     return content
+
+
+def _lengths_of_plan(content: Mapping[str, Any], where: str) -> list[int]:
+    lengths = _listed(content["tokens"], f"{where}: tokens")
+    if content.get("parents"):
+        raise _bad(f"{where}: parents", "whole sequences", "some that continue others")
+    works = read_images(content.get("images", []), f"{where}: images", len(lengths))
+    return WithImages(lengths, [_as_images(*each) for each in works]) if works else lengths
+
+
+def _as_images(total: float, largest: float) -> list[tuple[int, float]]:
+    """Return images of this work together, none of more than the largest."""
+    if not largest:
+        return []
+    whole, rest = divmod(total, largest)
+    return [(0, largest)] * int(whole) + [(0, rest)] * (rest > 0)
 
 
 def _lengths_from_recipe(content: Mapping[str, Any], where: str) -> list[int]:

@@ -27,7 +27,7 @@ from lengthwise.models.dropout import (
     stop_dropping,
 )
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit, score_cap
-from lengthwise.models.image_features import seeing
+from lengthwise.models.image_features import run_tower, seeing
 from lengthwise.models.image_kinds import IMAGE_FAMILIES
 from lengthwise.models.images import image_reader, refuse_image_files, sees_images
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
@@ -117,6 +117,7 @@ __all__ = [
     "refuse_image_files",
     "run_chunk",
     "run_layers",
+    "run_tower",
     "save_adapter",
     "save_model",
     "score_cap",

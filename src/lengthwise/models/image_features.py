@@ -55,6 +55,14 @@ def seeing(model: nn.Module, images: MicrobatchImages | None) -> Iterator[None]:
             handle.remove()
 
 
+def run_tower(model: nn.Module, images: MicrobatchImages) -> None:
+    """Run the tower forward, and backward if it trains; gradients accumulate."""
+    found = _features(whole_model(model).model, images, trains=bool(trained_towers(model)))
+    made = [each[0] for each in (found.pooler_output, *(getattr(found, "deepstack_features", None) or ()))]
+    if trained := [each for each in made if each.requires_grad]:
+        torch.autograd.backward(trained, [torch.ones_like(each) for each in trained])
+
+
 def _twice(inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.cat([each, each]) for name, each in inputs.items()}
 

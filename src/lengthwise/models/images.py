@@ -200,6 +200,11 @@ class ImageReader:
         positions = self._positions(ids, given) if self._kind.has_axes else None
         return MicrobatchImages(inputs=given, features=torch.arange(tokens), positions=positions)
 
+    def empty_work(self, tokens: int) -> float:
+        """Return the work on the images of `empty`, as plans count it."""
+        images = self._kind.tokens(self._config, self._kind.empty(self._config, tokens), tokens)
+        return sum(self._work_of(int(each)) for each in images)
+
     def _row(
         self,
         ids: np.ndarray,

@@ -30,7 +30,7 @@ def work_left(
     tokens, _, trees = _trees(lengths, shared, images, most_tokens)
     if len(tokens) == len(lengths):
         return None
-    known = (lengths_of(each, cost, most_tokens) for each in (trees, _alone(lengths, images)))
+    known = (lengths_of(each, cost, most_tokens) for each in (trees, alone(lengths, images)))
     once, whole = (costs.compute_seconds(np.array(known_as)).sum() for known_as, costs in known)
     return float(once / whole)
 
@@ -43,7 +43,7 @@ def plan_apart(lengths: Sequence[int], most_tokens: int, cost: Cost, plan_length
     """Return a plan of whole sequences, by the work on their images, too; `most_tokens` is the longest that fits."""
     if not any(images):
         return plan_lengths(lengths, cost)
-    return _planned(_alone(lengths, images), lengths, (), most_tokens, cost, plan_lengths)
+    return _planned(alone(lengths, images), lengths, (), most_tokens, cost, plan_lengths)
 
 
 def plan_shared(
@@ -61,7 +61,7 @@ def plan_shared(
     return _planned(trees, tokens, parents, most_tokens, cost, plan_lengths)
 
 
-def _alone(lengths: Sequence[int], images: Images) -> list[Tree]:
+def alone(lengths: Sequence[int], images: Images) -> list[Tree]:
     """Return a tree of each sequence alone."""
     return [
         Tree((number,), ((0, length),), (_work(images[number], 0, length),) if images else ())
@@ -86,6 +86,8 @@ def _planned(
     """Plan trees, and return the plan of their sequences, with the length and parent of each."""
     known_as, costs = lengths_of(trees, cost, most_tokens)
     plan = plan_lengths(known_as, costs)
+    if plan.images:  # of sequences in an order of the planner's own
+        return plan
     microbatches = plan.replacing(lambda tree: trees[tree].sequences)
     works = {one: work for tree in trees for one, work in zip(tree.sequences, tree.images, strict=False)}
     images = tuple(works[one] for one in range(len(tokens))) if works else ()

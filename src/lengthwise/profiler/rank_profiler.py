@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import random_batch
 from lengthwise.engine.norm import clip_factor, gradient_norm
 from lengthwise.engine.optimizer import SlicedOptimizer, sliced_optimizer
-from lengthwise.engine.parameters import Parameters, lay_parameters
+from lengthwise.engine.parameters import Parameters, lay_parameters, share_values
 from lengthwise.engine.slices import Sharding
 from lengthwise.engine.step import StepContext, run_part
 from lengthwise.models import (
@@ -43,15 +44,21 @@ from lengthwise.models import (
     choose_losses,
     choose_mixers,
     choose_model_kernel,
+    image_reader,
+    left_alone,
     loss_by,
     position_limit,
+    run_tower,
     score_cap,
+    sees_images,
     token_loss,
+    whole_model,
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.runs import (
     GPU_TIMES,
+    IMAGE_TOKENS,
     SHORTEST_TOKENS,
     ProfiledRun,
     copy_runs,
@@ -156,6 +163,9 @@ def build(
     choose_layers(model, computing or Computing(), world.device, transport, dtype=DTYPES[precision]).put()
     choose_mixers(model, transport, world.device, dtype=DTYPES[precision])
     choose_losses(model, transport, world.device, dtype=DTYPES[precision], computing=computing or Computing())
+    if sees_images(whole_model(model)):
+        towers, device = left_alone(model).values(), world.device
+        share_values(whole_model(model), transport, towers, dtype=DTYPES[precision], device=device)
     parameters = lay_parameters(model, transport, Sharding(dtype=DTYPES[precision], device=world.device))
     return model, parameters, sliced_optimizer(OptimizerConfig(), model, parameters, transport.rank)
 
@@ -184,7 +194,7 @@ class RankProfiler:
         self._store = store
         self._began = time.perf_counter()
         self._shape, self._world, self._settings, self._dtype = shape, world, settings, DTYPES[settings.precision]
-        self._plain, self._model = transport, model
+        self._plain, self._model, self._reader = transport, model, image_reader(model)
         self._watch = Stopwatch(settings.clock, transport, world.device)
         self._transport = WatchedTransport(transport, self._watch)
         how = {"dtype": self._dtype, "transport": transport}
@@ -231,9 +241,24 @@ class RankProfiler:
         packs = packs_up_to(longest or SHORTEST_TOKENS)
         runs += [local_run(pack, ranks, layers) for pack in packs]
         runs += [ProfiledRun(kind=kind, lengths=(longest or SHORTEST_TOKENS,)) for kind in ("embedding", "head")]
+        runs += self._images_ladder()
         times = GPU_TIMES if self._world.device.type == "cuda" else 1
         runs += copy_runs(times=times) if self._store is not None else []
         return runs + (message_runs(ranks, self._world.local_size, times=times) if ranks > 1 else [])
+
+    def _images_ladder(self) -> list[ProfiledRun]:
+        """Return runs of images, four times as large each, if all ranks have the tower; run each once."""
+        runs, (tokens, most) = list[ProfiledRun](), IMAGE_TOKENS
+        if not self._agreed(self._reader is not None) or self._reader is None:
+            return runs
+        tokens = lcm(tokens, self._reader.least_tokens)
+        while tokens <= most:
+            run = ProfiledRun(kind="images", lengths=(tokens,), image_work=self._reader.empty_work(tokens))
+            if not self._fits([run]) and len(runs) > 1:
+                break
+            runs.append(run)
+            tokens *= 4
+        return runs
 
     def _fits(self, runs: Sequence[ProfiledRun]) -> bool:
         """Run each once; return whether all ran, quickly enough, on all ranks."""
@@ -251,6 +276,8 @@ class RankProfiler:
             return self._block(run.lengths[0], is_diagonal=run.kind == "block")
         if run.kind in ("embedding", "head"):
             return self._end_of_model(run)
+        if run.kind == "images":
+            return self._images(run.lengths[0])
         if run.kind == "transfer":
             return self._message(run)
         if run.kind == "copy":
@@ -292,6 +319,13 @@ class RankProfiler:
         """Time the embedding, or the head with its loss, forward and backward."""
         ids = torch.arange(run.lengths[0], device=self._world.device) % self._shape.vocab
         work = partial(_run_head if run.kind == "head" else _run_embedding, self._model, ids)
+        return lambda: (self._watch.seconds(work), 0.0, float("nan"))
+
+    def _images(self, tokens: int) -> _Timed:
+        """Time the tower on images of so many tokens, forward, and backward if it trains."""
+        assert self._reader is not None, "images are only run where there is a tower"
+        images = self._reader.empty(tokens).to(lambda each: each.to(self._world.device))
+        work = partial(run_tower, self._model, images)
         return lambda: (self._watch.seconds(work), 0.0, float("nan"))
 
     def _message(self, run: ProfiledRun) -> _Timed:

@@ -13,6 +13,7 @@ from lengthwise.program.ring_order import ring_order
 
 SHORTEST_TOKENS = 32
 MESSAGE_BYTES = (1 << 14, 1 << 18, 1 << 20, 1 << 22)
+IMAGE_TOKENS = (16, 4096)  # of the smallest images, and of the largest
 COPY_BYTES = (1 << 20, 1 << 22, 1 << 24)
 GPU_TIMES = 16  # times the bytes on GPUs, whose links move a few MB faster than a call (one H200: 16 MiB in 0.7 ms)
 _NO_CAPACITY = 1 << 40  # tokens; these plans are not checked against a cluster
@@ -20,13 +21,14 @@ _NO_CAPACITY = 1 << 40  # tokens; these plans are not checked against a cluster
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfiledRun:
-    """One thing to time: a plan; a block, embedding or head of `lengths`; messages or copies of `num_bytes`."""
+    """One thing to time: a plan; a block, embedding, head or images of `lengths`; messages or copies of `num_bytes`."""
 
     kind: Kind
     lengths: tuple[int, ...] = ()
     degree: int = 1
     tier: Tier = "none"
     num_bytes: int = 0
+    image_work: float = 0.0
     plan: Plan | None = None
 
 
@@ -90,7 +92,7 @@ def sample_of(run: ProfiledRun, seconds: np.ndarray, clock: Clock) -> Sample:
         assert run.plan is not None, run
         seconds = seconds[list(run.plan.microbatches[0].ranks)]
     whole, waited, forward = np.moveaxis(seconds, 2, 0)
-    if run.kind in ("local", "block", "ring_block", "copy", "embedding", "head"):
+    if run.kind in ("local", "block", "ring_block", "copy", "embedding", "head", "images"):
         return _of(run, _usual(whole, clock), whole, None if np.isnan(forward).any() else _usual(forward, clock))
     if clock == "wall":
         return _of(run, _usual(whole.max(axis=0), clock), whole)
@@ -128,4 +130,5 @@ def _of(run: ProfiledRun, seconds: float, repeats: np.ndarray, forward_seconds: 
         forward_seconds=forward_seconds,
         repeats=repeats.shape[1],
         spread=float(upper - lower) / seconds,
+        image_work=run.image_work,
     )

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from lengthwise.core.errors import PlanError
-from lengthwise.core.plan import Plan
+from lengthwise.core.plan import Plan, images_beside
 from lengthwise.core.prefixes import SharedPrefixes
 from lengthwise.core.timeline import Timeline
-from lengthwise.cost import Choice, StepMemory, analytic_cost, step_flops
-from lengthwise.planner import PlanOptions, PlanStep, plan_recomputed, plan_step, with_mixes
-from lengthwise.planner.prefixes import saved_ratio
+from lengthwise.cost import Choice, Cost, StepMemory, analytic_cost, lengths_of, step_flops
+from lengthwise.planner import PACKED_DP, PlanOptions, PlanStep, plan_recomputed, plan_step, with_mixes
+from lengthwise.planner.prefixes import alone, plan_apart, saved_ratio
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.simulator.clocks import simulate_plan
 from lengthwise.simulator.meshes import RankMesh, Setting
@@ -31,10 +31,10 @@ class SimulatedStep:
     """One planner on one batch: times in seconds, ratios of all ranks' time, memory of the fullest device in bytes.
 
     bound_seconds: bound of the plan, without the step's end. ideal_seconds: ideal time of the batch on these devices.
-    num_tokens, flops: tokens and FLOPs of whole sequences, without padding. computed_tokens: tokens of the plan,
-    padding and repeated prefixes included. saved_ratio: as `planner.prefixes.saved_ratio`. recompute, capacity_tokens:
-    those of the plan. most_degree, most_heads, most_offload: largest value of any piece or microbatch. shares_prompts:
-    True if the plan computes a prompt once for several sequences.
+    num_tokens, flops: tokens of whole sequences, without padding, and the decoder's FLOPs. computed_tokens: tokens of
+    the plan, padding and repeated prefixes included. saved_ratio: as `planner.prefixes.saved_ratio`. recompute,
+    capacity_tokens: those of the plan. most_degree, most_heads, most_offload: largest value of any piece or microbatch.
+    shares_prompts: True if the plan computes a prompt once for several sequences.
     """
 
     step_seconds: float
@@ -123,7 +123,7 @@ def run_batches(
     plan_each: PlanStep = plan_step,
     shared: Callable[[Sequence[int]], SharedPrefixes] | None = None,
 ) -> Found:
-    """Plan and simulate every batch, the lengths of a step.
+    """Plan and simulate every batch, the lengths of a step, perhaps `WithImages`.
 
     plan_each: as for `plan_recomputed`. shared: function that returns the prefixes of a batch that its plan may compute
     once; with it, batches are planned as a run plans them, without `plan_each`. TooLarge: no plan of a batch fits the
@@ -152,14 +152,23 @@ def _plan_and_simulate(
     Capacities do not know that recomputed activations cannot be offloaded; one of the two recomputes, one offloads.
     """
 
+    images, lock_step = images_beside(tokens), setting.mesh.lock_step
+
     def simulated(kinds: Mapping[str, int], with_options: PlanOptions) -> tuple[Plan, Timeline]:
         ranks, cost = setting.memory.ranks, setting.cost
+
+        def planned(lengths: Sequence[int], costs: Cost) -> Plan:
+            context = with_options.context_tokens and max(with_options.context_tokens, *lengths)
+            choices = replace(with_options, context_tokens=context)
+            mixed = with_mixes(kinds, max(lengths), ranks, choices)
+            return plan_recomputed(lengths, ranks, costs, mixed, choices, plan_each=plan_each)
+
         if shared is None:
-            kinds = with_mixes(kinds, max(tokens), ranks, with_options)
-            plan = plan_recomputed(tokens, ranks, cost, kinds, with_options, plan_each=plan_each)
+            sharing = lock_step.degree if lock_step else 1 if options.planner == PACKED_DP else ranks
+            plan = plan_apart(tokens, sharing * max(kinds.values()), cost, planned, images)
         else:
             planning = StepPlanning(ranks=ranks, cost=cost, capacities=kinds, options=with_options)
-            plan = planning.plan(tokens, shared)
+            plan = planning.plan(tokens, shared, images)
         return plan, simulate_plan(plan, cost)
 
     capacities, most = setting.capacities, setting.hardware.device_bytes
@@ -191,8 +200,11 @@ def ideal_seconds(tokens: Sequence[int], setting: Setting) -> float:
     if memory.devices == 1:
         compute = {"quadratic_seconds": setting.cost.quadratic_seconds, "linear_seconds": setting.cost.linear_seconds}
         cost = replace(cost, **compute)
-    alone = cost.compute_seconds(np.array(tokens, dtype=np.int64))
-    return float(alone.sum()) / (memory.ranks * memory.devices)
+    lengths, images = tuple(tokens), images_beside(tokens)
+    if any(images):
+        lengths, cost = lengths_of(alone(tokens, images), replace(cost, image_ratio=setting.cost.image_ratio))
+    seconds = cost.compute_seconds(np.array(lengths, dtype=np.int64))
+    return float(seconds.sum()) / (memory.ranks * memory.devices)
 
 
 def _step(tokens: Sequence[int], plan: Plan, timeline: Timeline, setting: Setting) -> SimulatedStep:

@@ -25,6 +25,7 @@ _MOST_NEAR = 2  # meshes that run all batches
 _FAR = 1.25  # times the best kind of recomputation on that batch: not planned on the others
 _PATIENCE = 2  # consecutive halvings that may end no sooner
 _LEAST_SHARE = 1 / 64
+_Asked = tuple[tuple[int, ...], tuple[tuple[float, ...], ...], Cluster, PlanOptions]  # lengths, trees of costs, ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +74,7 @@ class MeshSearch:
     finished: dict[RankMesh, Found] = field(default_factory=dict)
     left_out: set[RankMesh] = field(default_factory=set)  # refused, or their arithmetic takes longer than another step
     too_large: set[RankMesh] = field(default_factory=set)  # among `left_out`: smaller capacities may fit
-    plans: dict[RankMesh, dict[tuple[tuple[int, ...], Cluster, PlanOptions], Plan]] = field(default_factory=dict)
+    plans: dict[RankMesh, dict[_Asked, Plan]] = field(default_factory=dict)
     refusal: LengthwiseError | None = None
     tried: int = 0
 
@@ -165,7 +166,7 @@ class MeshSearch:
 
     def _plan(self, mesh: RankMesh, tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions) -> Plan:
         """Plan a step on a mesh as `plan_step` does, the batch of most work only once."""
-        plans, key = self.plans.setdefault(mesh, {}), (tuple(tokens), cluster, options)
+        plans, key = self.plans.setdefault(mesh, {}), (tuple(tokens), cost.trees, cluster, options)
         if key in plans:
             return plans[key]
         plan = (mesh.lock_step or plan_step)(tokens, cluster, cost, options)
@@ -180,11 +181,11 @@ class MeshSearch:
         """Drop the kinds of recomputation that ended far later on the batch of most work."""
         if len(setting.capacities) == 1:
             return setting
-        heaviest = tuple(self._heaviest(setting))
+        heaviest = len(self._heaviest(setting))
         ends = {
             options.recompute: float(plan.notes["predicted_seconds"])
-            for (tokens, _, options), plan in self.plans[setting.mesh].items()
-            if tokens == heaviest and options.offload == setting.options.offload
+            for (tokens, _, _, options), plan in self.plans[setting.mesh].items()
+            if len(tokens) == heaviest and options.offload == setting.options.offload
         }
         latest = _FAR * min(ends.values(), default=inf)
         kinds = {kind: held for kind, held in setting.capacities.items() if ends.get(kind, 0.0) <= latest}

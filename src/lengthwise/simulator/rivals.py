@@ -9,11 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 import numpy as np
 
-from lengthwise.core.plan import Microbatch, Piece, Plan
+from lengthwise.core.plan import ImageWork, Microbatch, Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Cost, mixed_capacity
 from lengthwise.planner import PlanOptions, score
@@ -35,7 +36,8 @@ class LockStep:
 
     size: sequences of a microbatch, each padded to the longest of them, in data order or `by_length`; None for packs up
     to the capacity. degree: ranks that share a microbatch (default 1); left-over ranks are idle. by_work: True runs
-    packs of most attention first, so that like ones run side by side; else their order is shuffled.
+    packs of most attention (with images, of most work) first, so that like ones run side by side; else their order is
+    shuffled.
     """
 
     size: int | None = None
@@ -45,15 +47,17 @@ class LockStep:
 
     def __call__(self, tokens: Sequence[int], cluster: Cluster, cost: Cost, options: PlanOptions) -> Plan:
         """Plan one step; the plan's lengths are in the order of its microbatches, padding included."""
-        parts = self._microbatches(tokens, cluster.capacity_tokens)
+        parts = self._microbatches(tokens, cluster.capacity_tokens, cost)
         firsts = range(0, cluster.ranks - self.degree + 1, self.degree)
         groups = [ring_order(first, self.degree) for first in firsts]
-        lengths, waves = list[int](), list[Microbatch]()
+        lengths, waves, images = list[int](), list[Microbatch](), list[ImageWork]()
+        works = {length: ImageWork(total, largest) for length, *_, total, largest in cost.trees}
         for begin in range(0, len(parts), len(groups)):
             pieces = list[Piece]()
             for ranks, own in zip(groups, parts[begin : begin + len(groups)], strict=False):
                 pieces.append(Piece(ranks=ranks, sequences=tuple(range(len(lengths), len(lengths) + len(own)))))
-                lengths += own
+                images += [works.get(length, ImageWork()) for length in own] if works else []
+                lengths += [max(own)] * len(own) if self.size is not None else own
             waves.append(Microbatch(pieces=tuple(pieces), recompute=options.recompute))
         plan = with_requires(
             Plan(
@@ -62,26 +66,35 @@ class LockStep:
                 capacity=cluster.capacity_tokens,
                 tokens=tuple(lengths),
                 microbatches=tuple(waves),
+                images=tuple(images),
                 schedule={"kind": "waves"},
             )
         )
         seconds = score(plan, cost).makespan_seconds
         return replace(plan, notes={"predicted_seconds": seconds, "bound_seconds": 0.0, "cost": cost.version})
 
-    def _microbatches(self, tokens: Sequence[int], capacity_tokens: int) -> list[list[int]]:
+    def _microbatches(self, tokens: Sequence[int], capacity_tokens: int, cost: Cost) -> list[list[int]]:
         if self.size is not None:
-            return padded(tokens, self.size, by_length=self.by_length)
+            return unpadded(tokens, self.size, by_length=self.by_length)
         packs = packed(tokens, self.degree * capacity_tokens)
         if self.by_work:
-            packs.sort(key=lambda pack: sum(length * length for length in pack), reverse=True)
+            seconds = partial(_seconds, cost=cost) if cost.trees else _squares
+            packs.sort(key=seconds, reverse=True)
         return packs
 
 
-def padded(tokens: Sequence[int], size: int, *, by_length: bool) -> list[list[int]]:
-    """Return microbatches of `size` sequences, each padded to its longest. by_length: True sorts sequences first."""
+def _squares(pack: Sequence[int]) -> float:
+    return sum(length * length for length in pack)
+
+
+def _seconds(pack: Sequence[int], cost: Cost) -> float:
+    return float(cost.compute_seconds(np.array(pack)).sum())
+
+
+def unpadded(tokens: Sequence[int], size: int, *, by_length: bool) -> list[list[int]]:
+    """Return microbatches of `size` sequences before they are padded. by_length: True sorts sequences first."""
     ordered = sorted(tokens, reverse=True) if by_length else list(tokens)
-    parts = [ordered[first : first + size] for first in range(0, len(ordered), size)]
-    return [[max(part)] * len(part) for part in parts]
+    return [ordered[first : first + size] for first in range(0, len(ordered), size)]
 
 
 def packed(tokens: Sequence[int], capacity_tokens: int) -> list[list[int]]:
