@@ -222,7 +222,7 @@ def _offer_searched(request: PlanRequest, selection: Selection) -> None:
         ends = [score(draft, request.cost, speeds=request.speeds).makespan_seconds for draft in drafts]
         first = ends.index(min(ends))
         for start in sorted({first} if request.priced_stages == 1 else {0, first}):  # stages may turn the order
-            if ends[start] > request.bound_seconds * GOOD_ENOUGH:
+            if ends[start] > request.bound_seconds * FAR:
                 selection.offer(anneal(request, made[start], ends[start]))
 
 

@@ -11,19 +11,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter, sub
+from operator import sub
 
 from lengthwise.core.held import held_at_most, held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.problem.effort import CHANGE_SECONDS
+from lengthwise.planner.problem.effort import CHANGE_SECONDS, FAR
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.step_lengths import NEARLY
 from lengthwise.program.ring_order import interval_microbatch
 
 MOST_WORK = 300  # sequences x ranks; above it rules level better than tries
-_ROUNDS = 3  # each from the best so far, and from rings over all ranks
-_TRIES = 1_500  # per round and start
-_PLACED = 12_000  # pieces placed per round and start: fewer tries if there are more than eight pieces
+_RUNS = 6  # at most, in turn from the best so far and from rings over all ranks; enough are this many without a gain:
+_VAIN = 3
+_TRIES = 1_500  # per run
+_PLACED = 12_000  # pieces placed per run: fewer tries if there are more than eight pieces
 _PATIENCE = 900  # tries without a better plan, after which a run ends
 _WARMTH = 0.04  # share of the makespan that a change may cost at first
 
@@ -49,9 +50,12 @@ def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_se
     """Improve a plan of intervals by trying changes; return it unchanged if none helps."""
     search = Annealing(request)
     best = search.place([(piece.degree, piece.sequences) for each in microbatches for piece in each.pieces])
-    for _ in range(_ROUNDS):
-        layouts = best, search.run(best.state), search.run(search.all_in_rings())
-        best = min(layouts, key=attrgetter("makespan_seconds"))
+    vain = 0
+    for number in range(_RUNS):
+        if vain == _VAIN or best.makespan_seconds <= request.bound_seconds * FAR:
+            break
+        found = search.run(search.all_in_rings() if number % 2 else best.state)
+        best, vain = (found, 0) if found.makespan_seconds < best.makespan_seconds else (best, vain + 1)
     return _write(best, request) if best.makespan_seconds < makespan_seconds * (1 - NEARLY) else list(microbatches)
 
 
@@ -71,7 +75,7 @@ class Annealing:
         """Try changes; return the best placement seen."""
         current = best = self.place(state)
         found = 0
-        allowed = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS * len(self.request.tokens))
+        allowed = self.request.planning_seconds / (_RUNS * CHANGE_SECONDS * len(self.request.tokens))
         tries = int(min(_TRIES, _PLACED // len(state), allowed))
         for number in range(tries):
             changed = self.change(current.state)
