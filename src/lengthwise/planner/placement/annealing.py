@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import sub
+from operator import add, itemgetter, sub
 
 from lengthwise.core.held import held_at_most, held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
@@ -152,16 +152,19 @@ class Annealing:
         pieces = [] if like is None else like.pieces[: _alike(state, like.state)]
         for (degree, _), (first, end, leaves) in zip(state, pieces, strict=False):
             free[first : first + degree], beside[first : first + degree] = [end] * degree, [leaves] * degree
-        rest = [(piece, self._priced(piece)) for piece in state[len(pieces) :]]
-        left = sum(least for _, (*_, least) in rest)  # rank-seconds, at least, of those that are not placed yet
+        begin = len(pieces)
+        rest = list(map(self._priced, state[begin:]))
+        left = sum(map(itemgetter(3), rest))  # rank-seconds, at least, of those that are not placed yet
         last = max(free)
-        for (degree, _), (took, tokens, room, least) in rest:
+        for (degree, _), (took, tokens, room, least) in zip(state[begin:], rest, strict=True):
             mean = (sum(free) + left) / self.ranks
             if max(last, mean) + mean > allowed * (1 + NEARLY):
                 return Placement(state=state, pieces=pieces)
             if degree == 1:
-                rows = zip(free, took, self.launch, beside, strict=True)
-                ends = [at + seconds - launch * (tokens <= room) for at, seconds, launch, (room, _) in rows]
+                ends = list(map(add, free, took))
+                if self.request.packs_beside_rings:
+                    rows = zip(ends, self.launch, beside, strict=True)
+                    ends = [end - launch * (tokens <= room) for end, launch, (room, _) in rows]
                 end = min(ends)
                 first = ends.index(end)
                 room, ring = beside[first]
