@@ -69,7 +69,6 @@ class Annealing:
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
         self._at_speed = cache(request.cost.at_speed)
         self._priced, self.fits = cache(self._price), cache(self._do_fit)
-        self._placed: dict[tuple[Cut, ...], Placement] = {}
 
     def run(self, state: State) -> Placement:
         """Try changes; return the best placement seen."""
@@ -141,13 +140,10 @@ class Annealing:
         return new
 
     def place(self, state: State, allowed: float = math.inf, like: Placement | None = None) -> Placement:
-        """Place the pieces of a state in order, as long as it may compare within `allowed`; tries often repeat.
+        """Place the pieces of a state in order, as long as it may compare within `allowed`.
 
         like: another placement, whose first pieces may be the same ones.
         """
-        key = tuple(state)
-        if key in self._placed:
-            return self._placed[key]
         free, beside = [0.0] * self.ranks, [(0, -1)] * self.ranks
         pieces = [] if like is None else like.pieces[: _alike(state, like.state)]
         for (degree, _), (first, end, leaves) in zip(state, pieces, strict=False):
@@ -182,8 +178,7 @@ class Annealing:
             pieces.append((first, end, leaves))
             last, left = max(last, end), left - least
         compared = last + sum(free) / self.ranks
-        self._placed[key] = Placement(state=state, pieces=pieces, makespan_seconds=last, compared_seconds=compared)
-        return self._placed[key]
+        return Placement(state=state, pieces=pieces, makespan_seconds=last, compared_seconds=compared)
 
     def all_in_rings(self) -> State:
         """Pack all sequences, longest first, into rings over all ranks: the other extreme to start from."""
