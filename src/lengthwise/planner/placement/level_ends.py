@@ -117,7 +117,7 @@ def level_ends(
         capacity_tokens: tokens per pack.
         launch_seconds: overhead of each pack that is not beside a ring, on a rank of speed 1.
         rooms: the rooms beside rings.
-        goal_seconds: makespan that is early enough; later ones go through `level_by_swaps`.
+        goal_seconds: makespan that is early enough; later ones of equal speeds go through `level_by_swaps`.
         speeds: relative speed of each rank (default: all 1).
     """
     left = short.left()
