@@ -126,18 +126,10 @@ def level_ends(
         ranks[rank].open(rooms.take(rank, after), beside=after)
     paces = [1.0] * len(free) if speeds is None else speeds
     groups = _by_speed(free, paces, _PARTNERS if launch_seconds else 1)
-    first, others = groups[0]
-    is_level, lengths, times = len(groups) == 1, short.lengths, short.seconds
+    lengths, times = short.lengths, short.seconds
     for index in left:
-        length, seconds = lengths[index], times[index]
-        load, rank = first[0]
-        if is_level and (not launch_seconds or length <= ranks[rank].widest_tokens):  # the usual case, quickly
-            first[0] = heapq.heappushpop(others, (load + seconds / paces[rank], rank))
-            if launch_seconds:
-                first.sort()
-        else:
-            rank = _give(groups, ranks, length, seconds, launch_seconds, paces)
-        ranks[rank].put(length, index)
+        rank = _give(groups, ranks, lengths[index], times[index], launch_seconds, paces)
+        ranks[rank].put(lengths[index], index)
     loads = [entry for group in groups for entries in group for entry in entries]
     bins, makespan = [each.packs for each in ranks], max(loads)[0]
     if speeds is None and makespan > goal_seconds:
