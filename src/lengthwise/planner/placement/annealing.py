@@ -82,7 +82,7 @@ class Annealing:
                 continue
             warmth = _WARMTH * (1 - number / tries) ** 2
             allowed = current.compared_seconds * (1 - warmth * math.log(1 - self.choose.random()))
-            layout = self.place(changed, allowed, current)
+            layout = self.place(changed, allowed)
             if layout.compared_seconds <= allowed:
                 current = layout
                 if layout.makespan_seconds < best.makespan_seconds:
@@ -139,20 +139,13 @@ class Annealing:
         new[min(place, len(new)) : 0] = dealt
         return new
 
-    def place(self, state: State, allowed: float = math.inf, like: Placement | None = None) -> Placement:
-        """Place the pieces of a state in order, as long as it may compare within `allowed`.
-
-        like: another placement, whose first pieces may be the same ones.
-        """
-        free, beside = [0.0] * self.ranks, [(0, -1)] * self.ranks
-        pieces = [] if like is None else like.pieces[: _alike(state, like.state)]
-        for (degree, _), (first, end, leaves) in zip(state, pieces, strict=False):
-            free[first : first + degree], beside[first : first + degree] = [end] * degree, [leaves] * degree
-        begin = len(pieces)
-        rest = list(map(self._priced, state[begin:]))
+    def place(self, state: State, allowed: float = math.inf) -> Placement:
+        """Place the pieces of a state in order, as long as it may compare within `allowed`."""
+        free, beside, pieces = [0.0] * self.ranks, [(0, -1)] * self.ranks, list[tuple[int, float, Beside]]()
+        rest = list(map(self._priced, state))
         left = sum(map(itemgetter(3), rest))  # rank-seconds, at least, of those that are not placed yet
-        last = max(free)
-        for (degree, _), (took, tokens, room, least) in zip(state[begin:], rest, strict=True):
+        last = 0.0
+        for (degree, _), (took, tokens, room, least) in zip(state, rest, strict=True):
             mean = (sum(free) + left) / self.ranks
             if max(last, mean) + mean > allowed * (1 + NEARLY):
                 return Placement(state=state, pieces=pieces)
@@ -225,14 +218,6 @@ class Annealing:
             return False
         at_most = sum(held_at_most(length, degree) for length in lengths)
         return at_most <= limit or self._most_held(degree, sequences) <= limit
-
-
-def _alike(state: State, other: State) -> int:
-    """Return how many pieces at the beginning are the same."""
-    for number, (mine, its) in enumerate(zip(state, other, strict=False)):
-        if mine is not its:
-            return number
-    return min(len(state), len(other))
 
 
 def _write(layout: Placement, request: PlanRequest) -> list[Microbatch]:
