@@ -299,5 +299,5 @@ def _entries(bins: Sequence[Bin]) -> list[tuple[int, Bin]]:
 
 def _columns(entries: Sequence[tuple[int, Bin]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the indices, and the rooms of their bins."""
-    rows = [(index, each.room_tokens) for index, each in entries]
-    return tuple(np.array(rows, dtype=np.int64).reshape(-1, 2).T)
+    rows = np.array([(index, each.room_tokens) for index, each in entries], dtype=np.int64).reshape(-1, 2)
+    return rows[:, 0], rows[:, 1]

@@ -27,11 +27,12 @@ from lengthwise.planner.problem.step_lengths import ROUNDING
 from lengthwise.program.ring_order import ring_order
 
 Floats = NDArray[np.float64]
-PARTS = (1, 2, 3, 4, 8, 16, 32, 64)  # the longest sequence is tried over N / part ranks
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the longest sequence is tried over N / part ranks
 QUANTILES = (0.0, 0.25, 0.5, 0.75, 1.0)  # of the tokens left, shortest sequences first
 _PATIENCE = (0.01, 0.003, 0.03)  # share of the ranks' time that a longer wave may lose beyond the best
 _LEVEL = 0.995  # share of the ranks' time in a wave, without launches, that is enough
 _SLACKS = (1.003, 1.02, 1.06, 1.12, 1.25, 1.4)  # tried durations, over an even share
+_LONGER = (1.0, 1.005, 1.01, 1.025, 1.06)  # tried durations, over the longest sequence at its fastest degree
 _AT_ONCE = 64  # sequences, at least, whose degrees are computed together
 _MOST_KEPT = 64  # ranks; up to here the price of every degree is kept
 _SHORTEST = 0.2  # the shortest duration tried, as a share of an even wave
@@ -185,8 +186,9 @@ class _Builder:
 
     def beginnings(self) -> list[float]:
         """List durations of the first wave: the longest sequence's, or an even share with one more wave."""
-        longest = self.launch + self._longest_seconds
-        setting = [longest] if longest > self.even_seconds else []
+        seconds = self._longest_seconds
+        setting = [self.launch + more * seconds for more in _LONGER]
+        setting = setting if self.launch + seconds > self.even_seconds else []
         evenly = self.launch + _SLACKS[0] * float(self.alone.sum()) / (self.ranks * (self.fewest + 1))
         return [*setting, evenly] if self.overhead else setting
 
