@@ -25,8 +25,13 @@ peft = pytest.importorskip("peft", minversion="0.21")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 FEW = LoraConfig(r=4, lora_alpha=6, target_modules=("q_proj", "v_proj"))
-# Families, and what is adapted; "tied": input and output embedding share their weight.
-CASES = {"llama tied": LoraConfig(r=3, lora_alpha=5, use_rslora=True), "mixtral": LoraConfig()}
+# Families, and what is adapted; "tied": input and output embedding share their weight. In qwen3_next the layers of a
+# shared expert have names that peft takes for those of the experts in one parameter.
+CASES = {
+    "llama tied": LoraConfig(r=3, lora_alpha=5, use_rslora=True),
+    "mixtral": LoraConfig(),
+    "qwen3_next": LoraConfig(),
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +117,7 @@ def test_lora_goes_on_from_an_adapter_of_peft_and_saves_it_again(folders, tmp_pa
         ("llama", ("mlp",), "`mlp`, a LlamaMLP"),
         ("llama tied", ("lm_head",), "`lm_head`, whose weight input and output share"),
         ("mixtral", ("experts",), "`experts`, a MixtralExperts"),
+        ("qwen3_next", ("q_proj", "gate_proj", "up_proj"), "got the experts of a mixture"),
         (None, ("q_proj",), "weights are drawn from the seed"),
     ],
 )

@@ -63,7 +63,8 @@ def check_lora(source: ModelSource, lora: LoraConfig | None) -> int | None:
             warnings.simplefilter("error")
             _inject(config, skeleton)
     except (ValueError, Warning) as error:
-        raise _refuse(where, "layers that peft can adapt", first_line(error)) from None
+        if not config.target_parameters:
+            raise _refuse(where, "layers that peft can adapt", first_line(error)) from None
     if config.target_parameters:  # peft's form for experts in one parameter
         remedy = "Name layers outside the experts, for example [q_proj, k_proj, v_proj, o_proj]."
         raise _refuse(where, "linear and embedding layers only", "the experts of a mixture", remedy)
@@ -161,7 +162,8 @@ def _inject(config: Any, model: nn.Module) -> None:
 def _linear_names(model: Any) -> list[str]:
     """List the last parts of the names of linear layers, except the head, as peft's `all-linear`.
 
-    As many parts as no other module ends with: in towers a convolution may have the last part of a linear layer.
+    As many parts as no other module ends with: in towers a convolution may have the last part of a linear layer. Names
+    that peft takes for experts, here and where it opens what was saved, are left out, with all layers that have them.
     """
     head = model.get_output_embeddings()
     others = {name for name, module in model.named_modules() if not isinstance(module, nn.Linear)}
@@ -172,7 +174,11 @@ def _linear_names(model: Any) -> list[str]:
         return ".".join(next(parts[at:] for at in range(len(parts) - 1, -1, -1) if parts[at:] not in ends))
 
     linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head)
-    return sorted({shown(name) for name in linear})
+    config = _peft().LoraConfig(target_modules=sorted({shown(name) for name in linear}))
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    convert_peft_config_for_transformers(config, model=model, conversions=None)
+    return sorted(config.target_modules)
 
 
 def _check_targets(model: Any, names: Any) -> None:
