@@ -50,9 +50,9 @@ def test_ranks_finish_together_where_some_rows_have_images_and_scores_and_files_
     ran = [RanStep(plan=read, busy_seconds=score(read, COST).busy_seconds)] * 9
     assert rank_speeds(COST, ran) is None, "a rank with images is not a slow one"
     assert rank_speeds(COST, [replace(each, plan=replace(read, images=())) for each in ran]) is not None
-    wrong = plan.to_json().replace("[300.0, 200.0]", "[300.0, -1]", 1)
-    with pytest.raises(PlanError, match=r"images\[0\]: expected two numbers from 0 to"):
-        Plan.from_json(wrong)
+    for wrong, told in (("[300.0, -1]", "two numbers from 0 to"), ("[300.0, 301.0]", "not more for the largest")):
+        with pytest.raises(PlanError, match=rf"images\[0\]: expected .*{told}"):
+            Plan.from_json(plan.to_json().replace("[300.0, 200.0]", wrong, 1))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])

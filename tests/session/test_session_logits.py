@@ -108,10 +108,13 @@ def test_a_loss_over_all_logits_that_do_not_fit_is_refused_and_others_run(monkey
         assert session.backward(ROWS).loss > 0
 
 
-def test_a_hook_on_one_rank_is_refused_on_all(tmp_path):
+def test_a_hook_or_another_call_on_one_rank_is_refused_on_all(tmp_path):
     def work(rank):
         model = small_model(torch.float32, vocab_size=WORDS)
         with Session(model, SGD(model.parameters()), capacity_tokens=128, timeout_seconds=20) as session:
+            calls = (lambda: session.backward(ROWS), lambda: session.evaluate(ROWS), session.optimizer.step)
+            for one, other in ((0, 1), (1, 2)):
+                assert "expected the same call of the session on all ranks" in said(calls[other if rank else one])
             if rank:
                 model.register_forward_hook(lambda *_: None)
             assert "expected the same kind of loss on all ranks" in said(lambda: session.backward(ROWS))

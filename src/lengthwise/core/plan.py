@@ -46,7 +46,7 @@ RECOMPUTED: Mapping[str, Again | None] = {
 RECOMPUTE_KINDS = tuple(RECOMPUTED)
 STRONGER = {"none": "elementwise", "elementwise": "all_but_attention"}
 """The kind that the first layers of a microbatch may have, by the kind of the others. No ring runs again in either."""
-_MIX = re.compile(r"(\w+)\+(\d{1,6})/(\d{1,6})")
+_MIX = re.compile(r"(\w+)\+([1-9]\d{0,5})/([1-9]\d{0,5})")
 
 
 class LayerKinds(NamedTuple):
@@ -307,6 +307,8 @@ def read_images(value: object, where: str, sequences: int) -> tuple[ImageWork, .
     for i, each in enumerate(value):
         if not (isinstance(each, list) and len(each) == 2 and all(is_number(x) and 0 <= x <= MOST for x in each)):
             raise _refuse(f"{where}[{i}]", f"two numbers from 0 to {MOST}", each)
+        if each[1] > each[0]:
+            raise _refuse(f"{where}[{i}]", "the work of all images, and not more for the largest", each)
     return tuple(ImageWork(*each) for each in value)
 
 

@@ -28,6 +28,10 @@ from lengthwise.session.loop_optimizer import LoopOptimizer
 from lengthwise.session.runner import StepEnd
 from lengthwise.session.user_loop import hook_until_closed
 
+_CALL = "call of the session"
+_GIVEN = (
+    2  # arguments that are compared at most; all calls compare as many, or gloo would end a rank that calls another
+)
 _BITS = 48  # bits of a digest or of flags in one number, exact in fp64
 _GROUPS = "arguments of the optimizer's groups, such as learning rates"
 _SLICES = "changes to slices in optimizer.param_groups, and calls of zero_grad"
@@ -96,10 +100,11 @@ class Agreement:
             except ConfigError as error:  # raised once no rank waits for this one
                 wrong = error
         changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
-        did: dict[str, Any] = {_VALUES: changed, _MODE: self._model.training}
+        did: dict[str, Any] = {_CALL: name, _VALUES: changed, _MODE: self._model.training}
         did[_BALANCE] = asked_coefficient(self._model)
         did[_DROPOUT] = [(each.p, each.training) for each in self._dropout]
         did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
+        did |= {f"argument {number}": None for number in range(len(given), _GIVEN)}
         if updates is not None:
             did |= {_SLICES: (updates.edits, updates.num_weight_edits), _GROUPS: updates.arguments()}
             did[_GRADIENTS] = sorted(updates.with_gradient)
