@@ -84,6 +84,9 @@ def test_lengths_from_file_reads_a_list_and_a_recipe(tmp_path: Path) -> None:
         ('{"tokens": [1, 0]}', r"lengths\.json: tokens\[1\]"),
         ('{"tokens": [1], "parents": [null]}', r"lengths\.json: parents: expected whole sequences"),
         ('{"tokens": [1], "images": []}, [1, 1]]}', r"lengths\.json"),
+        ('{"tokens": [9], "images": [[1e12, 1]]}', r"images\[0\]: expected the work of at most 9 images"),
+        ('{"tokens": [1000000000000], "images": [[1e12, 1]]}', r"images\[0\]: expected .* at most 100000 images"),
+        ('{"tokens": [9], "images": [[5, 0]]}', r"images\[0\]: .*got \[5, 0\]"),
         ("[" * 100_000, r"lengths\.json"),
     ],
 )

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lengthwise.core.errors import ConfigError, DataError, LengthwiseError, raise_problems
 from lengthwise.core.files import read_json, read_package_json
-from lengthwise.core.names import unknown_name
+from lengthwise.core.names import counted, unknown_name
 from lengthwise.core.plan import WithImages, read_images
 from lengthwise.core.sizes import MOST, read_whole
 
@@ -31,6 +31,7 @@ _MOST_TOKENS = 10**12
 _SHORTEST_LOGNORMAL = 16
 _LENGTH = "a whole number of at least 1, at most 2^53"
 _NAMED = 5  # wrong lengths named in one message; the others are counted
+_MOST_IMAGES = 100_000  # of a sequence of a plan file
 
 
 def draw_lengths(recipe: str, tokens: int, seed: int, longest_tokens: int | None = None) -> list[int]:
@@ -168,6 +169,10 @@ def _lengths_of_plan(content: Mapping[str, Any], where: str) -> list[int]:
     if content.get("parents"):
         raise _bad(f"{where}: parents", "whole sequences", "some that continue others")
     works = read_images(content.get("images", []), f"{where}: images", len(lengths))
+    for i, (tokens, (total, largest)) in enumerate(zip(lengths, works, strict=bool(works))):
+        if total > largest * (most := min(tokens, _MOST_IMAGES)):
+            expected, got = f"the work of at most {counted(most, 'image')}, of the largest", f"[{total}, {largest}]"
+            raise _bad(f"{where}: images[{i}]", expected, got)
     return WithImages(lengths, [_as_images(*each) for each in works]) if works else lengths
 
 
