@@ -11,10 +11,11 @@ from testing import make_plan, relative_error, run_ranks
 from testing.laid import whole_parameters
 from torch import nn
 
-from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES_OF_NODES, build, in_waves, run, shard
+from engine.sharded_runs import CPU, KINDS, LENGTHS, WAVES_OF_NODES, OneOfSame, build, in_waves, run, shard
 from lengthwise.core.plan import Piece
 from lengthwise.models import wrapped_layers
 from lengthwise.models.modules import cast_weights
+from lengthwise.session.settings import check_settings
 from tiers import more
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # peft reads it
@@ -101,3 +102,15 @@ def test_weights_that_an_adapter_may_read_otherwise_stay_wide():
     for model in (build(), adapted()):
         assert cast(model) == linear_weights(model)
     assert cast(adapted(use_dora=True)) == {each for each in linear_weights(model) if "base_layer" not in each}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe"])
+def test_estimates_count_the_bytes_that_are_gathered(family):
+    """GPT-2 has no linear layers of torch, and experts in one parameter are gathered wide."""
+    model = build(family)
+    given = {"precision": "bf16", "capacity_tokens": 64}
+    counted = check_settings(model, torch.optim.SGD(model.parameters()), given).trained.layer_bytes
+    shard(model, OneOfSame(0, 2), FP32, casts_to=BF16)
+    gathered = [each for layer in wrapped_layers(model) for each in layer.parameters()]
+    entries = sum(each.numel() for each in gathered)
+    assert counted == pytest.approx(sum(each.numel() * each.element_size() for each in gathered) / entries)

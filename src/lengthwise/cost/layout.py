@@ -18,8 +18,8 @@ class ModelLayout:
     are a base under adapters. states: optimizer states per parameter. offloads: True with states and master weights in
     host memory. ties: True if head and embedding are the same (default: as usual in the family). quantization: kind of
     the frozen linear layers: nf4, fp4, int8, or None. frozen_bytes: bytes of all frozen parameters, if quantized
-    (default: by the shape). layer_bytes: bytes of a layer's parameter when ranks gather it, where mixed precision casts
-    it (default: those of the model's).
+    (default: by the shape). layer_bytes: mean bytes of a layer's parameter when ranks gather it, where mixed precision
+    casts some (default: those of the model's).
     """
 
     ranks: int = 1
@@ -33,7 +33,7 @@ class ModelLayout:
     ties: bool | None = None
     quantization: str | None = None
     frozen_bytes: int | None = None
-    layer_bytes: int | None = None
+    layer_bytes: float | None = None
 
     @property
     def devices(self) -> int:

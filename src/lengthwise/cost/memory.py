@@ -43,7 +43,7 @@ def gathered_bytes(
     ties: bool,
     trains: bool = True,
     casts: bool = True,
-    layer_bytes: int | None = None,
+    layer_bytes: float | None = None,
 ) -> float:
     """Count the bytes that `engine.unit_waves` holds at most beside rows and activations.
 
@@ -53,7 +53,7 @@ def gathered_bytes(
 
     layer, words: parameters of a decoder layer, and of the embedding. ties: True if the head is the embedding; else it
     has as many. ranks: ranks that gather together. casts: True to cast wide rows before the gather (not in hybrid).
-    layer_bytes: bytes of a gathered parameter of a layer, by default `dtype_bytes`.
+    layer_bytes: mean bytes of a gathered parameter of a layer, by default `dtype_bytes`.
     """
     narrow, wide = dtype_bytes, wide_bytes(dtype_bytes)
     one, all_words = (layer_bytes or narrow) * layer, narrow * words  # bytes

@@ -32,6 +32,7 @@ from lengthwise.models import (
     whole_model,
     wrapped_layers,
 )
+from lengthwise.models.modules import cast_weights
 from lengthwise.models.quantized import count_entries, frozen_bytes, kind_of
 from lengthwise.models.stored_model import StoredModel
 from lengthwise.planner.service.slow_ranks import SlowRanks
@@ -213,9 +214,8 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
     dtype_bytes = widths.most_common(1)[0][0] if stored is None else stored.dtype.itemsize
     states = len(section.states) if section else 0 if given is None else states_an_entry(given)
     trained = 0 if optimizer is None else sum(each.numel() for each in parameters if each.requires_grad)
-    shape = shape_from_config(config.to_dict())
     return TrainedModel(
-        shape=shape,
+        shape=shape_from_config(config.to_dict()),
         dtype_bytes=dtype_bytes,
         parameters=total,
         trained=trained if trained < total else None,
@@ -226,9 +226,15 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
         chunked=not (has_own_logits(text) if stored is None else stored.whole_logits),
         quantization=kind_of(text),
         frozen_bytes=frozen_bytes(text, dtype_bytes),
-        # Mixed precision casts linear layers; experts in one parameter are gathered as they are.
-        layer_bytes=2 if asked.precision == "bf16" and dtype_bytes == 4 and shape.experts == 1 else None,
+        layer_bytes=_mean_gathered_bytes(text) if asked.precision == "bf16" and dtype_bytes == 4 else None,
     )
+
+
+def _mean_gathered_bytes(text: nn.Module) -> float:
+    """Return the bytes of an fp32 parameter of a layer when mixed precision gathers it, in the mean."""
+    layers = wrapped_layers(text)
+    entries = sum(each.numel() for layer in layers for each in layer.parameters())
+    return 4 - 2 * sum(each.numel() for each in cast_weights(layers)) / max(1, entries)
 
 
 def cost_of(settings: SessionSettings, ranks: int) -> tuple[Cost, str | None]:

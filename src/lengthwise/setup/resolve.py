@@ -63,7 +63,7 @@ class TrainedModel:
     chunked: bool = True
     quantization: str | None = None
     frozen_bytes: int | None = None
-    layer_bytes: int | None = None
+    layer_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
