@@ -1,6 +1,7 @@
 """Errors in the names of a command, several at once, and the nearest of the names that there are."""
 
 import pickle
+import signal
 
 import pytest
 
@@ -98,6 +99,12 @@ def test_under_torchrun_other_ranks_leave_an_error_to_the_first_once(monkeypatch
     def fail() -> None:
         raise error("lr")
 
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
     with pytest.raises(PlanError):
         fail()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    assert slept == []  # the signal would not end it
+    with pytest.raises(PlanError):
+        fail()
+    signal.signal(signal.SIGTERM, before)
     assert len(slept) == waits

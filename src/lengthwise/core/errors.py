@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -225,9 +226,11 @@ def short_traceback(function: Callable[Arguments, Result]) -> Callable[Arguments
 def leave_to_first_rank(error: LengthwiseError) -> None:
     """Wait a moment, once an error, on other ranks than a machine's first, which torchrun ends when the first fails.
 
-    So an error of all ranks is read once; a rank whose error is its own shows it after the wait.
+    So an error of all ranks is read once; a rank whose error is its own shows it after the wait. While a process handles
+    torchrun's SIGTERM itself, as inside of a run, the signal does not end it, so there is no wait.
     """
-    if not error.had_turn and "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0":
+    is_other = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
+    if is_other and not error.had_turn and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         error.had_turn = True
         time.sleep(_TURN_SECONDS)
 
