@@ -226,8 +226,8 @@ def short_traceback(function: Callable[Arguments, Result]) -> Callable[Arguments
 def leave_to_first_rank(error: LengthwiseError) -> None:
     """Wait a moment, once an error, on other ranks than a machine's first, which torchrun ends when the first fails.
 
-    So an error of all ranks is read once; a rank whose error is its own shows it after the wait. Where a process handles
-    torchrun's SIGTERM itself, as inside of a run, the signal does not end it, so there is no wait.
+    So an error of all ranks is read once; a rank whose error is its own shows it after the wait. Where a process
+    handles torchrun's SIGTERM itself, as inside of a run, the signal does not end it, so there is no wait.
     """
     is_other = "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get("LOCAL_RANK", "0") != "0"
     if is_other and not error.had_turn and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
