@@ -2,7 +2,6 @@
 
 import base64
 import copy
-import inspect
 import json
 import re
 import sys
@@ -13,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from testing.images import IMAGE, image_model, image_processor, image_tokenizer, write_image_processor
+from testing.images import IMAGE, PROCESSORS, image_model, whole_processor, write_image_processor
 from transformers.image_utils import load_image
-from transformers.models.pixtral import image_processing_pil_pixtral
 
 from data.stores import prepare
 from lengthwise.config import DataSource
@@ -28,33 +26,6 @@ from lengthwise.models.images import joined_images
 
 TURNED = 6  # of EXIF: the picture lies on its side
 ANSWER = {"role": "assistant", "content": "a cat."}
-
-
-PROCESSORS = {"mistral3": "pixtral.PixtralProcessor", "qwen3_vl": "qwen3_vl.Qwen3VLProcessor"}
-PROCESSORS |= {"internvl": "internvl.InternVLProcessor"}
-PROCESSORS |= {name: f"{name}.{name.title()}Processor" for name in ("gemma3", "gemma4")}
-
-
-def processor(family, monkeypatch):
-    """Return the whole processor of a tiny model without videos and sounds, which need torchvision."""
-    made, settings = image_processor(family, image_model(family).config)
-    monkeypatch.setitem(
-        sys.modules, "transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral
-    )
-    module, name = PROCESSORS[family].split(".")  # that of transformers 5.20 needs torchvision
-    plain = getattr(pytest.importorskip(f"transformers.models.{module}.processing_{module}"), name)
-    tokenizer = image_tokenizer(family)
-    tokenizer.video_token, tokenizer.pad_token = "<video>", tokenizer.eos_token  # which nobody writes
-    accepts = lambda _self, _name, argument: type(argument)  # noqa: E731
-    given = {"image_processor": made, "tokenizer": tokenizer, "video_processor": None, "feature_extractor": None}
-    names = inspect.signature(plain.__init__).parameters
-    whole = type(name, (plain,), {"check_argument_for_proper_class": accepts})
-    found = whole(**{key: value for key, value in {**given, **settings}.items() if key in names})
-    for key in ("audio_token", "boa_token", "eoa_token"):
-        setattr(found, key, "<audio>")
-    if family == "qwen3_vl":
-        found.video_token = None
-    return found
 
 
 def user(*parts):
@@ -100,10 +71,11 @@ def load(folder, rows, tokenizer=None, read=load_dataset, **keys):
 
 
 @pytest.mark.parametrize("family", [*PROCESSORS])
-def test_ids_and_patches_are_those_of_the_processor(folder, monkeypatch, family):
+def test_ids_and_patches_are_those_of_the_processor(folder, family):
     """Images have no loss, even those of the assistant; a picture that lies on its side stands up."""
-    made = processor(family, monkeypatch)
-    write_image_processor(folder / "model", family, image_model(family).config)
+    config = image_model(family).config
+    made = whole_processor(family, config)
+    write_image_processor(folder / "model", family, config)
     dataset = load(folder, ROWS)
     for number, (row, files) in enumerate(zip(copy.deepcopy(ROWS), FILES, strict=True)):
         turns = [*row.get("messages", ()), *row.get("prompt", ()), *row.get("completion", ())]
