@@ -2,7 +2,8 @@
 
     python benchmarks/gains.py --out docs/benchmarks/gains.md
 
-Every line is a `lengthwise simulate`, whose answer is read from its JSON. No GPU; about three minutes.
+Every line is a `lengthwise simulate`, whose answer is read from its JSON. A second table adds one kind of recomputation
+after the other to our quickest layout. No GPU; about four minutes.
 """
 
 from __future__ import annotations
@@ -13,11 +14,15 @@ import json
 import statistics
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lengthwise.cli import main as lengthwise
-from lengthwise.simulator import OURS, POWERS
+from lengthwise.core.plan import RECOMPUTE_KINDS
+from lengthwise.cost import named_hardware, named_shape
+from lengthwise.data.recipes import draw_lengths
+from lengthwise.simulator import OURS, POWERS, Scenario, compare_layouts
 from lengthwise.simulator.rivals import BY_WORK, ONE_RING, PACKED, PADDED_RINGS
 from pages import Findings, markdown, parse_options
 
@@ -27,6 +32,36 @@ CASES = [
     *((model, lengths, 64) for model in (QWEN, LLAMA) for lengths in ("github", "prolong")),
 ]
 ROWS = (OURS, PADDED_RINGS, PACKED, ONE_RING, BY_WORK, POWERS)
+
+LONGEST = 128 * 1024
+KINDS = {  # and the kernel
+    "`layer` alone": (("layer",), ""),
+    "`none`, `all_but_attention`": (("none", "layer", "all_but_attention"), ""),
+    "`elementwise`, and two kinds by layer": (RECOMPUTE_KINDS, ""),
+    "FlashAttention-3": (RECOMPUTE_KINDS, "flash3"),
+}
+BATCHES = {
+    "Qwen3-8B, 16K each, 8": (QWEN, 8, [16 * 1024] * 64),
+    "Qwen3-8B, 128K each, 8": (QWEN, 8, [LONGEST] * 8),
+    "Llama-3.3-70B, github, 64": (LLAMA, 64, draw_lengths("github", 64 * LONGEST, 0, LONGEST)),
+}
+
+
+def by_change(model: str, gpus: int, lengths: list[int]) -> Iterator[str]:
+    """Yield the seconds of our quickest layout and its share of the peak, with more and more kinds of recomputation."""
+    for kinds, kernel in KINDS.values():
+        hardware = named_hardware("h100")
+        hardware = hardware.with_kernel(kernel) if kernel else hardware
+        scenario = Scenario(
+            shape=named_shape(model), hardware=hardware, devices=gpus, context_tokens=LONGEST, kinds=kinds
+        )
+        scenario = replace(scenario, base=replace(scenario.base, offload="off"))
+        found = min(
+            (each.found for each in compare_layouts([lengths], scenario) if each.found),
+            key=lambda one: one.mean_seconds,
+        )
+        share = found.steps[0].flops / found.mean_seconds / gpus / hardware.peak_flops_per_second
+        yield f"{found.mean_seconds:.1f} s, {share:.0%}"
 
 
 def answer_of(model: str, lengths: str, gpus: int) -> dict[str, Any]:
@@ -61,6 +96,8 @@ def main() -> None:
     rows = ([f"{model.partition('/')[2]}, {lengths}, {gpus}", *cells(answer_of(model, lengths, gpus))]
             for model, lengths, gpus in CASES)  # fmt: skip
     found.add(markdown(heads, rows))
+    heads = f"model, lengths, GPUs | {' | '.join(KINDS)}"
+    found.add(["", *markdown(heads, ([name, *by_change(*batch)] for name, batch in BATCHES.items()))])
     found.sign("Simulated", "H100s, 128K tokens a GPU and step", options.out)
 
 

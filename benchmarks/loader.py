@@ -54,7 +54,7 @@ from lengthwise.models.model_source import tiny_config
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.planner.service.step_planning import step_planning
 from lengthwise.run.checks import prepare_job
-from lengthwise.run.job import Job
+from lengthwise.run.job import Job, RunStart
 from lengthwise.run.node_feed import FeedRank
 from lengthwise.run.ray_feed import ray_feed
 from lengthwise.session.source import PlanAhead
@@ -205,7 +205,7 @@ def opened(source: Mapping[str, object], tokens: int, **more: object) -> Job:
         "model": "tiny", "data": [source], "global_batch": {"tokens": tokens}, "precision": "fp32",
         "capacity_tokens": CAPACITY, "steps": 100_000, "output": "unused", **more,
     }  # fmt: skip
-    return prepare_job(build_config(settings, folder=Path.cwd()), ranks=1, timeout_seconds=600)
+    return prepare_job(RunStart(config=build_config(settings, folder=Path.cwd()), ranks=1, timeout_seconds=600))
 
 
 TEMPLATE = (

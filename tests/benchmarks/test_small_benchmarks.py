@@ -36,9 +36,11 @@ def test_the_page_has_what_the_command_prints() -> None:
 
 @pytest.mark.exhaustive
 def test_the_page_of_gains_has_what_simulate_answers() -> None:
-    page = Path(gains.__file__).parents[1] / "docs/benchmarks/gains.md"
+    page = (Path(gains.__file__).parents[1] / "docs/benchmarks/gains.md").read_text(encoding="utf-8")
     line = " | ".join(gains.cells(gains.answer_of(*gains.CASES[0])))
-    assert f"| Qwen3-8B, github, 8 | {line} |" in page.read_text(encoding="utf-8")
+    assert f"| Qwen3-8B, github, 8 | {line} |" in page
+    line = " | ".join(gains.by_change(*gains.BATCHES["Qwen3-8B, 16K each, 8"]))
+    assert f"| Qwen3-8B, 16K each, 8 | {line} |" in page
 
 
 COST = all_terms_cost(named_shape("llama-7b"), named_hardware("h100"))

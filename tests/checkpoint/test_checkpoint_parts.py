@@ -14,14 +14,12 @@ from lengthwise.checkpoint import (
     CheckpointFolder,
     RunManifest,
     broken,
-    parameters_of,
     part,
     read_state,
     unfit,
-    write_part,
 )
-from lengthwise.checkpoint.manifest import read_manifest
-from lengthwise.checkpoint.part import take_digests
+from lengthwise.checkpoint.manifest import parameters_of, read_manifest
+from lengthwise.checkpoint.part import take_digests, write_part
 from lengthwise.checkpoint.saved_folder import begin, commit
 from lengthwise.core.errors import OutputError, Problems
 from lengthwise.engine.flat_layout import lay_out

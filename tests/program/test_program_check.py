@@ -10,7 +10,7 @@ from testing.plans import make_plan
 from lengthwise.core.errors import PlanError, Problems
 from lengthwise.core.plan import KNOWN_FEATURES, Microbatch, Piece, Plan
 from lengthwise.program import Feature, check_plan, refuse_unsupported
-from lengthwise.program.features import feature_uses, features_of
+from lengthwise.program.features import features_of
 
 
 def _plan(**changes: Any) -> Plan:
@@ -121,18 +121,12 @@ RING = Piece(ranks=(0, 2, 1), sequences=(0,))
 PAIR = Piece(ranks=(1, 2), sequences=(1,))
 
 
-def test_features_are_those_that_a_plan_uses_in_plan_order():
+def test_features_are_those_that_a_plan_uses():
     plan = make_plan(3, [8, 4], [replace(RING, shares=(1.0, 2.0, 1.0)), PAIR])
     first, second = plan.microbatches
     plan = replace(plan, microbatches=(replace(first, recompute="layer"), replace(second, offload=0.5)))
     plan = replace(plan, schedule={"kind": "waves"}, notes={"speeds": [[3, 0.5]]})
-    assert [(use.feature, use.microbatch) for use in feature_uses(plan)] == [
-        ("waves", None),
-        ("speeds", None),
-        ("recompute", 0),
-        ("shares", 0),
-        ("offload", 1),
-    ]
+    assert features_of(plan) == {"waves", "speeds", "recompute", "shares", "offload"}
 
 
 def test_features_of_plain_rings_and_speeds_of_one_are_none():

@@ -24,6 +24,7 @@ from lengthwise.cli import main
 from lengthwise.core.files import read_plan_text
 from lengthwise.core.plan import Plan
 from lengthwise.run.callbacks import Callback
+from lengthwise.run.checks import prepare_job
 from lengthwise.run.prepared_run import read_start
 
 torch.set_num_threads(1)
@@ -87,7 +88,7 @@ def told(capture, *arguments, status=0):
 
 def job_of(path, overrides=(), ranks=1):
     """Return the job that a rank makes."""
-    return read_start(path, overrides, ranks=ranks, timeout_seconds=60).job()
+    return prepare_job(read_start(path, overrides, ranks=ranks, timeout_seconds=60))
 
 
 def train(path, *arguments):

@@ -14,6 +14,7 @@ from lengthwise.cli.plan import PlanCommand
 from lengthwise.config import build_config
 from lengthwise.cost import analytic_cost, named_hardware, named_shape
 from lengthwise.run.checks import prepare_job, session_options, stored_model
+from lengthwise.run.job import RunStart
 from lengthwise.session import open as session_open
 from lengthwise.session.open import with_layout
 from lengthwise.session.ranks import SessionRanks
@@ -57,7 +58,7 @@ def planned_by(settings):
 
 
 def of_run(config, *, device="cpu"):
-    job = prepare_job(config, ranks=RANKS, timeout_seconds=10, gpus=RANKS * (device != "cpu"))
+    job = prepare_job(RunStart(config=config, ranks=RANKS, timeout_seconds=10, gpus=RANKS * (device != "cpu")))
     options = {**session_options(job.config), "device": torch.device(device)}
     known = {"lengths": LENGTHS, "batch_tokens": job.most_tokens}
     return planned_by(check_settings(stored_model(job.config, job.model), job.config.optimizer, options, **known)).ahead

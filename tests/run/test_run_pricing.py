@@ -12,6 +12,7 @@ from lengthwise.core.files import read_plan_text
 from lengthwise.cost.measured import read_measurements
 from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job
+from lengthwise.run.job import RunStart
 from lengthwise.run.launch import threads_of_each
 from run.small_runs import METRIC_KEYS, read_lines, told, train, write_run
 
@@ -54,7 +55,7 @@ def test_a_run_plans_with_a_file_and_refuses_one_of_another_model(tmp_path, capf
 
 def _job(folder, **keys):
     config = load_config(write_run(folder, make_rows(LENGTHS), **{"capacity_tokens": None, **keys}))
-    return prepare_job(config, ranks=2, timeout_seconds=10)
+    return prepare_job(RunStart(config=config, ranks=2, timeout_seconds=10))
 
 
 def test_only_long_runs_are_measured_unasked(tmp_path):

@@ -16,6 +16,7 @@ from lengthwise.profiler.place import first_gpu_name
 from lengthwise.run import job as jobs
 from lengthwise.run import setup
 from lengthwise.run.checks import prepare_job, session_options, settle, stored_model
+from lengthwise.run.job import RunStart
 from lengthwise.run.prepared_run import read_start
 from lengthwise.session.settings import check_settings, cost_of
 from run.small_runs import told, train, write_run
@@ -29,7 +30,7 @@ def job_of(folder, *, gpus=0, gpu_name=None, **keys):
 
 def prepared(path, **where):
     config = build_config(json.loads(path.read_text()), folder=path.parent)
-    return prepare_job(config, ranks=2, timeout_seconds=10, **where)
+    return prepare_job(RunStart(config=config, ranks=2, timeout_seconds=10, **where))
 
 
 def unsettled(folder, *, optimizer="", **keys):

@@ -104,8 +104,7 @@ def _against_flash(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None
 
 
 def _against_flash2(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
-    found = _against_flash(abilities, needs)
-    if found is not None:
+    if found := _against_flash(abilities, needs):
         return found
     capability = abilities.capability or _FLASH_CAPABILITY
     little_memory = _BESIDE_SM80[0] <= capability <= _BESIDE_SM80[1] or capability[0] >= _LATER
@@ -115,8 +114,7 @@ def _against_flash2(abilities: GpuAbilities, needs: AttentionNeeds) -> str | Non
 
 
 def _against_flash3(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
-    found = _against_flash(abilities, needs)
-    if found is not None:
+    if found := _against_flash(abilities, needs):
         return found
     if abilities.capability is not None and abilities.capability[0] != _HOPPER:
         return f"flash attention 3 needs compute capability 9.0, and {_this_gpu(abilities)}"
@@ -124,18 +122,16 @@ def _against_flash3(abilities: GpuAbilities, needs: AttentionNeeds) -> str | Non
 
 
 def _against_flash_attn(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
-    found, version = _against_flash(abilities, needs), abilities.flash_attn
-    if found is not None:
+    if found := _against_flash(abilities, needs):
         return found
-    if version is None:
+    if (version := abilities.flash_attn) is None:
         return "there is no package flash-attn (pip install flash-attn --no-build-isolation)"
     least = ".".join(map(str, LEAST_FLASH_ATTN))
     return f"flash-attn {version} is older than {least}" if release_of(version) < LEAST_FLASH_ATTN else None
 
 
 def _against_cudnn(abilities: GpuAbilities, needs: AttentionNeeds) -> str | None:
-    found = _against_flash2(abilities, needs)  # it computes packs and short documents
-    if found is not None:
+    if found := _against_flash2(abilities, needs):  # which computes packs and short documents
         return found
     if needs.head_dim > _MOST_HEAD_DIM_CUDNN:
         return f"cuDNN's backward takes heads of at most {_MOST_HEAD_DIM_CUDNN}, and this model has {needs.head_dim}"

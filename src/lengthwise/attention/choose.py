@@ -77,11 +77,7 @@ def choose_kernel(
 
 
 def check_attention(implementation: str, needs: AttentionNeeds, *, on_gpus: bool) -> None:
-    """Check that some GPU could run an implementation, without starting CUDA.
-
-    Raises:
-        ConfigError: none could.
-    """
+    """Check that some GPU could run an implementation, without starting CUDA."""
     if on_gpus:
         against = None if implementation == "auto" else obstacle(implementation, _abilities(None), needs)
         if against is not None:
@@ -110,9 +106,8 @@ def _chosen(
     if name is None:
         got = "; ".join(f"{name}: {each}" for name, each in against.items())
         remedy = "Run on the CPU (device: cpu), or with another release of torch."
-        raise ConfigError(
-            "attention", expected="a kernel that computes attention on this device", got=got, remedy=remedy
-        )
+        expected = "a kernel that computes attention on this device"
+        raise ConfigError("attention", expected=expected, got=got, remedy=remedy)
     if abilities is None:
         capped = f", and {_BY_CAP}" if needs.capped else ""
         wrong = "".join(f", and {each} is wrong on it" for each in faults)
@@ -155,12 +150,9 @@ def _build(name: str, *, on_gpu: bool = True) -> BlockKernel:
 def _refuse(implementation: str, against: str) -> ConfigError:
     known = sorted({name for names in BY_CAPABILITY.values() for name in names} | {*FALLBACKS, *CAPPING})
     others = ", ".join(name for name in known if name != implementation)
-    return ConfigError(
-        "attention",
-        expected="auto, or an implementation that the GPU, its libraries and the model allow",
-        got=f"{implementation}: {against}",
-        remedy=f"Set attention: auto, or another one ({others}).",
-    )
+    expected = "auto, or an implementation that the GPU, its libraries and the model allow"
+    got, remedy = f"{implementation}: {against}", f"Set attention: auto, or another one ({others})."
+    return ConfigError("attention", expected=expected, got=got, remedy=remedy)
 
 
 def _abilities(device: torch.device | None) -> GpuAbilities:

@@ -13,11 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import (
-    activate_flash_attention_impl,
-    current_flash_attention_impl,
-    restore_flash_attention_impl,
-)
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 
 from lengthwise.attention.kernels import Block, Gradients, ReferenceKernel, Saved, batched, grouped, unbatched
 from lengthwise.attention.varlen import TOKEN_MULTIPLE, Documents

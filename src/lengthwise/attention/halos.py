@@ -29,9 +29,8 @@ class Halo:
         number_of = {span.key: number for number, span in enumerate(spans.spans)}
         self.sent: list[slice] = []
         """Local rows of the round's messages."""
-        before = [
-            list[int]() for _ in spans.spans
-        ]  # what is put before a span: local rows, and after them arriving ones
+        # What is put before a span: local rows, and after them arriving ones.
+        before = [list[int]() for _ in spans.spans]
         arriving = itertools.count(num_rows)
         for move in halo_moves(program, width, rank):
             source, target = number_of.get(move.source), number_of.get(move.target)

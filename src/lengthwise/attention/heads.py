@@ -27,11 +27,7 @@ Rows = Mapping[HeadRange, Sequence[Tensor]]
 
 @lru_cache(maxsize=256)
 def heads_taken(heads: HeadRange, num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """Return the KV heads, of `num_kv_heads`, that the query heads of a range use.
-
-    Raises:
-        PlanError: the number of parts does not divide the heads.
-    """
+    """Return the KV heads, of `num_kv_heads`, that the query heads of a range use; parts must divide the heads."""
     if num_heads % heads.parts:
         expected = f"a divisor of the model's {num_heads} attention heads"
         raise PlanError("plan: heads", expected=expected, got=str(heads.parts), remedy="Plan with heads off.")
@@ -143,9 +139,8 @@ class HeadExchange:
         for piece in self._pieces.values():
             _add(own, piece.own, piece.heads, buffers[piece.heads][piece.members[piece.position]])
         for into, x in zip(own, rows.get(ALL_HEADS, ()), strict=False):
-            for tokens, part in zip(
-                self._whole, x.split([each.stop - each.start for each in self._whole]), strict=True
-            ):
+            parts = x.split([each.stop - each.start for each in self._whole])
+            for tokens, part in zip(self._whole, parts, strict=True):
                 into[tokens] = part
         pending.wait()
         for message, each in zip(arriving, mine.receives, strict=True):

@@ -84,12 +84,7 @@ def lengths_of(tasks: Sequence[BlockTask]) -> list[int]:
 
 
 def pack_documents(
-    lengths: Sequence[int],
-    *,
-    window: int | None,
-    device: torch.device,
-    padding: int = 0,
-    alone_from: int | None = None,
+    lengths: Sequence[int], *, window: int | None, device: torch.device, padding: int = 0, alone_from: int | None = None
 ) -> tuple[Pack, ...]:
     """Return the calls for documents of these lengths, side by side. padding: rows after them.
 

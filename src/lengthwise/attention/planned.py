@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lengthwise.attention.halos import Halo
 from lengthwise.attention.heads import HeadExchange, Rows, query_heads, shares_keys
-from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Gradients, Saved
+from lengthwise.attention.kernels import Block, BlockKernel, BlockMask, Saved
 from lengthwise.attention.mixing import LocalSpans
 from lengthwise.attention.packs import PackKernel, pack_documents
 from lengthwise.attention.partials import Attended, PartialGradients, PartialOut, picked, wide
@@ -189,8 +189,9 @@ class PlannedAttention:
                     sums[heads].take_pack(pack, self._packed.backward_pack(grad, block, saved, pack))
             for task in ring_step.tasks:
                 into = self._gradients_of(task, gradients, blocks, sums)
-                grads = self._block_gradients(task, split[task.heads][0], attended[task.heads], held)
+                (grad,), (block, saved) = split[task.heads], attended[task.heads]
                 queries, keys = slice(task.q_start, task.q_stop), slice(task.kv_start, task.kv_stop)
+                grads = self._kernel.backward(grad[queries], self._block(block, task, held), saved.at(queries))
                 sums[task.heads].take(queries, keys, grads, into, is_first=task.causal)
                 del grads  # before others are made
             for joined in ring_step.joined:
@@ -221,17 +222,10 @@ class PlannedAttention:
         blocks: Mapping[HeadRange, Block],
         sums: Mapping[HeadRange, PartialGradients],
     ) -> Tensor:
-        """Return the sums of gradients of the keys and values of a block."""
         shard = (each.piece, each.owner)
         if shard not in gradients:
             gradients[shard] = self._buffer(*shard, blocks[each.heads].k, sums[each.heads].dq.dtype).zero_()
         return gradients[shard]
-
-    def _block_gradients(
-        self, task: BlockTask, grad_out: Tensor, attended: tuple[Block, Saved], held: Held
-    ) -> Gradients:
-        rows, (block, saved) = slice(task.q_start, task.q_stop), attended
-        return self._kernel.backward(grad_out[rows], self._block(block, task, held), saved.at(rows))
 
     def _steps_of(self, window: int | None, device: torch.device, rows: int) -> tuple[RingPass, RingPass]:
         """Return this rank's (forward, backward) ring steps for layers with `window`, lowered once."""

@@ -8,7 +8,6 @@ from lengthwise.checkpoint.manifest import OptimizerState as OptimizerState
 from lengthwise.checkpoint.manifest import RunManifest as RunManifest
 from lengthwise.checkpoint.manifest import changed as changed
 from lengthwise.checkpoint.manifest import dtype_of as dtype_of
-from lengthwise.checkpoint.manifest import parameters_of as parameters_of
 from lengthwise.checkpoint.manifest import read_manifest as read_manifest
 from lengthwise.checkpoint.manifest import read_run_manifest as read_run_manifest
 from lengthwise.checkpoint.optimizer_state import state_of as state_of
@@ -17,9 +16,7 @@ from lengthwise.checkpoint.part import broken as broken
 from lengthwise.checkpoint.part import differences as differences
 from lengthwise.checkpoint.part import read_slices as read_slices
 from lengthwise.checkpoint.part import read_state as read_state
-from lengthwise.checkpoint.part import take_digests as take_digests
 from lengthwise.checkpoint.part import unfit as unfit
-from lengthwise.checkpoint.part import write_part as write_part
 from lengthwise.checkpoint.saved_folder import CheckpointFolder as CheckpointFolder
 from lengthwise.checkpoint.saved_folder import check_sizes as check_sizes
 from lengthwise.checkpoint.whole_state import export_state as export_state

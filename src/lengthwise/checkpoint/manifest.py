@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -265,19 +266,12 @@ def _contradictions(found: Manifest) -> Iterator[str]:
         return
     end = 0
     for parameter in found.parameters:
-        size = 1
-        for length in parameter.shape:
-            size *= length
-        within = parameter.bucket + 1 < len(borders) and borders[parameter.bucket] <= parameter.start
-        if (
-            parameter.entries != size
-            or parameter.start < end
-            or not within
-            or parameter.start + size > borders[parameter.bucket + 1]
-        ):
+        start, size, bucket = parameter.start, math.prod(parameter.shape), parameter.bucket
+        within = bucket + 1 < len(borders) and borders[bucket] <= start and start + size <= borders[bucket + 1]
+        if parameter.entries != size or start < end or not within:
             yield f"parameter {parameter.name} at an impossible place"
             return
-        end = parameter.start + size
+        end = start + size
     names = {parameter.name for parameter in found.parameters}
     if len(names) < len(found.parameters):
         yield "a parameter twice"

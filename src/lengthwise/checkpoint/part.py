@@ -6,7 +6,6 @@ entry, by its own name ("exp_avg", "momentum_buffer").
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from lengthwise.checkpoint.manifest import File, Manifest, file_name
 from lengthwise.comm import Transport, raise_together
 from lengthwise.core.errors import OutputError
 from lengthwise.core.files import make_readable, read_json, sync
+from lengthwise.data.digests import file_digest
 from lengthwise.engine.flat_layout import FlatLayout
 from lengthwise.engine.parameters import MASTER_WEIGHTS, Parameters
 
@@ -32,7 +32,6 @@ NOT_NEGATIVE = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
 _AT_ONCE = 1 << 24  # entries of a state per check
 
 _DIGEST = ".digest"  # beside a rank's file until the commit
-
 
 Kept = Mapping[str, Mapping[str, float | None]]  # as `OptimizerState.states`
 
@@ -43,7 +42,7 @@ def write_part(folder: Path, rank: int, state: Mapping[str, Tensor], kept: Kept 
     save_file(dict(state), path)
     make_readable(path)
     sync(path)
-    row = {"num_bytes": path.stat().st_size, "sha256": sha256_of(path), "kept": kept or {}}
+    row = {"num_bytes": path.stat().st_size, "sha256": file_digest(path), "kept": kept or {}}
     path.with_suffix(_DIGEST).write_text(json.dumps(row), encoding="utf-8")
     sync(path.with_suffix(_DIGEST))
 
@@ -78,7 +77,7 @@ def broken(folder: Path, manifest: Manifest, *, every: int = 1, first: int = 0) 
         if path.is_symlink():
             return f"{path}: a link"
         try:
-            found = sha256_of(path)
+            found = file_digest(path)
         except OSError as error:
             return f"{path}: {error.strerror or error}"
         if found != file.sha256:
@@ -134,10 +133,7 @@ def wrong_numbers(name: str, numbers: Tensor) -> str | None:
 def check_files(
     transport: Transport, folder: Path, manifest: Manifest, state: Mapping[str, Tensor], *, remedy: str
 ) -> None:
-    """Read every byte of a checkpoint, shared out over the ranks. Collective.
-
-    OutputError, on all ranks: a file is damaged or has no valid `state`.
-    """
+    """Read every byte of a checkpoint, shared out over ranks; all raise OutputError if one is damaged. Collective."""
     own = {"first": transport.rank, "every": transport.world_size}
     found = broken(folder, manifest, **own) or unfit(folder, manifest, state, **own)
     error = OutputError(str(folder), expected="undamaged files", got=found or "", remedy=remedy)
@@ -146,10 +142,8 @@ def check_files(
 
 def differences(manifest: Manifest, names: Sequence[str], shapes: Sequence[tuple[int, ...]], dtype: str) -> list[str]:
     """Return the differences between a checkpoint's parameters and a model's trainable ones."""
-    saved, expected = (
-        {parameter.name: parameter.shape for parameter in manifest.parameters},
-        dict(zip(names, shapes, strict=True)),
-    )
+    saved = {parameter.name: parameter.shape for parameter in manifest.parameters}
+    expected = dict(zip(names, shapes, strict=True))
     found = [f"{name} is missing" for name in expected if name not in saved]
     found += [f"{name} is not in the model" for name in saved if name not in expected]
     found += [
@@ -223,9 +217,3 @@ def read_slices(
         problems.append(OutputError(str(folder), expected="undamaged files", got=got, remedy=remedy))
     raise_together(transport, problems)
     return state
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -58,7 +58,6 @@ def export_state(folder: Path, out: Path) -> None:
 
 
 def _whole(folder: Path, manifest: Manifest, key: str, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the whole tensors of a state by parameter."""
     names, found = [each.name for each in manifest.parameters], manifest.parameters
     layout = lay_out([each.entries for each in found], [0] * len(found), world_size=1)
     flat = torch.empty(layout.entries, dtype=dtype)
@@ -139,10 +138,6 @@ def _of_state_dict(given: Mapping[str, Any], optimizer: SlicedOptimizer) -> tupl
     return OptimizerState(kind=kind, groups=tuple(groups), states=dict(states)), tensors
 
 
-def _keeps_bits(given: torch.dtype, exact: torch.dtype) -> bool:
-    return given.is_floating_point and torch.promote_types(given, exact) == exact
-
-
 def _wrong_shapes(tensors: Tensors, optimizer: SlicedOptimizer) -> Iterator[tuple[str, str, str]]:
     """Yield (where, expected, got) for tensors that do not fit their parameters, or would lose bits."""
     exact = optimizer.parameters.master_weights.dtype
@@ -151,7 +146,8 @@ def _wrong_shapes(tensors: Tensors, optimizer: SlicedOptimizer) -> Iterator[tupl
         for name, value in (dict.fromkeys(missing) | dict(whole)).items():
             shape = optimizer.shapes.get(name, "nothing")
             got = "nothing" if value is None else f"{tuple(value.shape)} in {value.dtype}"
-            if value is None or tuple(value.shape) != shape or not _keeps_bits(value.dtype, exact):
+            is_wider = value is not None and torch.promote_types(value.dtype, exact) != exact
+            if value is None or tuple(value.shape) != shape or not value.is_floating_point() or is_wider:
                 yield f", {key} of {name}", f"{shape} in {exact} or a narrower dtype", got
 
 

@@ -81,28 +81,14 @@ class SliceWriter:
         own = {key for states in kept.values() for key, number in states.items() if number is None}
         vectors = share_names(self.transport, own)  # a rank may lack states that others have
 
-        def manifest() -> Manifest:
+        def manifest() -> Manifest:  # without files and states
             counts = {"step": step, "ranks": self.transport.world_size}
             return manifest_of(fields_of_state(parameters, optimizer=state, **counts))
 
-        def copy() -> tuple[dict[str, Tensor], Kept]:
+        def copy() -> dict[str, Tensor]:
             exact = {name: each.detach().to("cpu", copy=True) for name, each in parameters.state().items()}
-            return {**exact, **optimizer.vectors(vectors)}, kept
+            return {**exact, **optimizer.vectors(vectors)}
 
-        self._begin(path, step, copy, manifest)
-
-    def _begin(
-        self,
-        path: Path,
-        step: int,
-        copy: Callable[[], tuple[dict[str, Tensor], Kept]],
-        manifest: Callable[[], Manifest],
-    ) -> None:
-        """Copy this rank's state and begin to write it. Collective.
-
-        manifest: function that makes rank 0's manifest, without files and states.
-        """
-        assert self._thread is None, f"{self._path} is being written"
         self._path, self._step, self._manifest, self._error = path, step, None, None
         rank, unfinished = self.transport.rank, unfinished_of(path)
         if rank == 0 and self._attempt(lambda: begin(path)) is not None:
@@ -112,8 +98,8 @@ class SliceWriter:
             self._error = f"no {unfinished}, which rank 0 has made: give a folder that all machines share, by one path"
         fault("checkpoint-copy", rank, step)
         copied = self._attempt(copy) if FAILED not in failed and self._error is None else None
-        state, kept = copied or ({}, {})
-        self._thread = threading.Thread(target=self._write, args=(unfinished, state, kept), name=f"checkpoint {step}")
+        given, name = (unfinished, copied or {}, kept), f"checkpoint {step}"
+        self._thread = threading.Thread(target=self._write, args=given, name=name)
         self._thread.start()
         self.under_way.append((path, step))
 

@@ -135,11 +135,8 @@ class Data:
         return DataError.exit_status if refused else 0
 
     def names(self) -> dict[str, str]:
-        return named_alike("tokenizer hardware model gpus capacity") | {
-            "ranks": "--gpus",
-            "capacity_tokens": "--capacity",
-            "data": "the command line",
-        }
+        others = {"ranks": "--gpus", "capacity_tokens": "--capacity", "data": "the command line"}
+        return named_alike("tokenizer hardware model gpus capacity") | others
 
     def _read(self, problems: Collector) -> DataChoices:
         limits = dict[str, int]()

@@ -194,10 +194,8 @@ def _open(model: Path, result: TrainResult, show: Show) -> bool:
     opened = AutoModelForCausalLM.from_pretrained(model, trust_remote_code=False)
     parameters = sum(parameter.numel() for parameter in opened.parameters())
     same = parameters == result.parameters
-    show(
-        f"from_pretrained opens {model}: {type(opened).__name__}, {count(parameters)} parameters: "
-        f"{'PASS' if same else 'FAIL'}"
-    )
+    found = f"{type(opened).__name__}, {count(parameters)} parameters"
+    show(f"from_pretrained opens {model}: {found}: {'PASS' if same else 'FAIL'}")
     return same
 
 

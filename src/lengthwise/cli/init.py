@@ -69,14 +69,7 @@ class Init:
         longest = max(known.lengths) if known else 1
         batch = _batch_tokens(known)
         lengths = drawn_batch(known.lengths, batch, 0) if known else usual_lengths(self.gpus)
-        chosen = first_settings(
-            shape,
-            hardware,
-            self.gpus,
-            longest,
-            batch_tokens=batch,
-            lengths=lengths,
-        )
+        chosen = first_settings(shape, hardware, self.gpus, longest, batch_tokens=batch, lengths=lengths)
         self.out.write_text(self._text(shape, hardware, known, unknown, chosen), encoding="utf-8")
         what = "adapters (LoRA)" if chosen.adapters else "the whole model"
         print(f"{self.out}: {what} on {self.gpus} x {hardware.name}")
@@ -175,7 +168,6 @@ def _batch_rows(rows: int) -> int:
 
 
 def _batch_tokens(known: KnownLengths | None) -> int:
-    """Return the tokens of a batch, for the estimate of memory."""
     longest, total, _ = _of(known)
     if known is None or total >= _LEAST_STEPS * _BATCH_TOKENS:
         return max(longest, _BATCH_TOKENS)

@@ -49,14 +49,12 @@ def refuse_unwritable(folder: Path) -> None:
 
 def refuse_unwritable_file(path: Path) -> None:
     """Raise OutputError early for a file that cannot be written, or is a device or pipe."""
-    got = "a folder" if path.is_dir() else "a device or a pipe" if _is_special(path) else ""
+    folders = ("/dev", "/dev/fd", "/proc/self/fd")
+    is_special = (path.exists() and not path.is_file()) or str(path.absolute().parent) in folders
+    got = "a folder" if path.is_dir() else "a device or a pipe" * is_special
     if got:
         raise OutputError(str(path), expected="a file to write", got=got, remedy="Choose another --out.")
     refuse_unwritable(path.parent)
-
-
-def _is_special(path: Path) -> bool:
-    return (path.exists() and not path.is_file()) or str(path.absolute().parent) in ("/dev", "/dev/fd", "/proc/self/fd")
 
 
 def write_atomically(path: Path, text: str) -> None:

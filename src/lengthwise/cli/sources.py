@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -211,7 +211,22 @@ def refuse_data(paths: Sequence[Path], empty: str) -> None:
 def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownLengths:
     """Read one's own data and count their tokens; errors are those of `load_dataset`."""
     from lengthwise.config import DataSource
+
+    sources = [DataSource.model_validate({"path": path, "empty": empty}) for path in paths]
+    others = f" and {counted(len(paths) - 1, 'other')}" if len(paths) > 1 else ""
+    return _lengths_of(sources, tokenizer, f"{paths[0]}{others}", key="--data", check_tokenizer=False)
+
+
+def lengths_of_run(path: Path, config: RunConfig) -> KnownLengths:
+    """Read the data of a run file, as training does; errors are those of `load_dataset`."""
+    return _lengths_of(config.data, config.tokenizer_name, str(path), config)
+
+
+def _lengths_of(
+    sources: Sequence[DataSource], tokenizer: str, name: str, config: RunConfig | None = None, **how: Any
+) -> KnownLengths:
     from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
+    from lengthwise.data.load import first_rows
 
     used: list[str] = []
 
@@ -219,28 +234,11 @@ def lengths_of_data(paths: Sequence[Path], tokenizer: str, empty: str) -> KnownL
         used.append(tokenizer)
         return load_tokenizer(tokenizer)
 
-    sources = [DataSource.model_validate({"path": path, "empty": empty}) for path in paths]
-    dataset = load_dataset(sources, tokenizer=load, vocab_size=None, key="--data", check_tokenizer=False)
-    others = f" and {counted(len(paths) - 1, 'other')}" if len(paths) > 1 else ""
-    return known_lengths(dataset, f"{paths[0]}{others}", tokenizers_of(used, sources))
-
-
-def lengths_of_run(path: Path, config: RunConfig) -> KnownLengths:
-    """Read the data of a run file, as training does; errors are those of `load_dataset`."""
-    from lengthwise.data import Tokenizer, load_dataset, load_tokenizer
-    from lengthwise.data.load import first_rows
-
-    used: list[str] = []
-
-    def load() -> Tokenizer:
-        used.append(config.tokenizer_name)
-        return load_tokenizer(config.tokenizer_name)
-
-    streams = bool(config.data[0].streaming)
-    read = partial(first_rows, sequences=OF_A_STREAM) if streams else load_dataset
-    dataset = read(config.data, tokenizer=load, vocab_size=None)
+    streams = bool(sources[0].streaming)
+    read = partial(first_rows, sequences=OF_A_STREAM) if streams else partial(load_dataset, **how)
+    dataset = read(sources, tokenizer=load, vocab_size=None)
     first = f", its first {counted(len(dataset.ids), 'sequence')}" * streams
-    return known_lengths(dataset, f"{path}{first}", tokenizers_of(used, config.data), config)
+    return known_lengths(dataset, f"{name}{first}", tokenizers_of(used, sources), config)
 
 
 def tokenizers_of(used: Sequence[str], sources: Sequence[DataSource]) -> list[str]:

@@ -47,9 +47,8 @@ class RunOptions:
     """How long a rank waits for another, in seconds, before the run ends with an error that names it."""
 
     def names(self) -> dict[str, str]:
-        return named_alike("ranks overwrite resume accept_changes max_restarts timeout_seconds") | {
-            "overrides": "--set"
-        }
+        of_options = named_alike("ranks overwrite resume accept_changes max_restarts timeout_seconds")
+        return of_options | {"overrides": "--set"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,12 +239,8 @@ def describe_job(job: Job) -> str:
 
 
 def _batch(config: RunConfig) -> str:
-    batch_size = config.global_batch
-    return (
-        f"{counted(batch_size.sequences, 'sequence')} a step"
-        if batch_size.sequences
-        else f"up to {count(batch_size.tokens or 0)} tokens a step"
-    )
+    sequences, tokens = config.global_batch.sequences, config.global_batch.tokens
+    return f"{counted(sequences, 'sequence')} a step" if sequences else f"up to {count(tokens or 0)} tokens a step"
 
 
 _HIGH_RATE = 1e-4  # for all parameters of a pretrained model

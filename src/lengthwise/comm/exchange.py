@@ -83,11 +83,8 @@ def on_first_rank(transport: Transport, work: Callable[[], object]) -> None:
         except LengthwiseError:
             raise
         except Exception as error:  # of a library; the other ranks wait for the result
-            expected, remedy, got = (
-                "to write on rank 0",
-                "Correct what the error names.",
-                f"{type(error).__name__}: {error}",
-            )
+            expected, remedy = "to write on rank 0", "Correct what the error names."
+            got = f"{type(error).__name__}: {error}"
             raise OutputError("rank 0", expected=expected, got=got, remedy=remedy) from error
 
     from_first(transport, written)
@@ -109,10 +106,8 @@ def share_names(transport: Transport, own: Iterable[str]) -> list[str]:
     digest = float(int.from_bytes(hashlib.sha256(text).digest()[:6], "big"))
     if len(share_numbers(transport, [digest]).unique()) == 1:
         return names
-    sent = (
-        broadcast_bytes(transport, text if rank == transport.rank else None, rank)
-        for rank in range(transport.world_size)
-    )
+    ranks = range(transport.world_size)
+    sent = (broadcast_bytes(transport, text if rank == transport.rank else None, rank) for rank in ranks)
     return sorted({name for each in sent for name in json.loads(each)})
 
 

@@ -87,9 +87,8 @@ def refuse_large(operations: int, *, where: str) -> None:
     """Raise PlanError for a grouped call that NCCL would cut: a plan that splits heads over many ranks."""
     if operations > MOST_OPERATIONS:
         expected = f"at most {MOST_OPERATIONS} messages in one grouped call of NCCL"
-        raise PlanError(
-            where, expected=expected, got=str(operations), remedy="Plan with heads off, or with fewer heads."
-        )
+        remedy = "Plan with heads off, or with fewer heads."
+        raise PlanError(where, expected=expected, got=str(operations), remedy=remedy)
 
 
 def _made(group: object) -> dist.ProcessGroup:

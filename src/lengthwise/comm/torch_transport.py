@@ -153,33 +153,26 @@ class TorchTransport:
         peers = sorted({peer for _, peer in (*sends, *receives)})
         if not operations:
             return Done()
-        return self._post(
-            lambda: dist.batch_isend_irecv(operations), peers, [tensor for tensor, _ in (*sends, *receives)]
-        )
+        tensors = [tensor for tensor, _ in (*sends, *receives)]
+        return self._post(lambda: dist.batch_isend_irecv(operations), peers, tensors)
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self._collective(lambda group: dist.all_reduce(tensor, group=group, async_op=True), tensor).wait()
+        self._collective(partial(dist.all_reduce, tensor), tensor).wait()
 
     def reduce_scatter(self, output: Tensor, source: Tensor) -> None:
         self.reduce_scatter_async(output, source).wait()
 
     def reduce_scatter_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        return self._collective(
-            lambda group: _reduce_scatter(output, source, group=group, async_op=True), output, source, key=key
-        )
+        return self._collective(partial(_reduce_scatter, output, source), output, source, key=key)
 
     def all_gather(self, output: Tensor, source: Tensor) -> None:
         self.all_gather_async(output, source).wait()
 
     def all_gather_async(self, output: Tensor, source: Tensor, *, key: Key | None = None) -> Pending:
-        return self._collective(
-            lambda group: _all_gather(output, source, group=group, async_op=True), output, source, key=key
-        )
+        return self._collective(partial(_all_gather, output, source), output, source, key=key)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._collective(
-            lambda group: dist.broadcast(tensor, group=group, group_src=source, async_op=True), tensor
-        ).wait()
+        self._collective(partial(dist.broadcast, tensor, group_src=source), tensor).wait()
 
     def among(self, groups: Sequence[Sequence[int]]) -> Transport:
         own, timeout = next(ranks for ranks in groups if self.rank in ranks), timedelta(seconds=self._timeout_seconds)
@@ -209,16 +202,12 @@ class TorchTransport:
         self._groups.clear()
 
     def _collective(
-        self,
-        call: Callable[[dist.ProcessGroup], dist.Work | None],
-        tensor: Tensor,
-        *others: Tensor,
-        key: Key | None = None,
+        self, call: Callable[..., dist.Work | None], tensor: Tensor, *others: Tensor, key: Key | None = None
     ) -> Pending:
         group = self._groups[_GPUS if _GPUS in self._groups and lies_on_a_device(tensor) else _HOST]
 
         def works() -> list[dist.Work]:
-            work = call(group)
+            work = call(group=group, async_op=True)
             assert work is not None, "every rank is a member of a group of all ranks"
             return [work]
 

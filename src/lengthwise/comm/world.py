@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from pathlib import Path
@@ -193,13 +193,7 @@ def session_world(device: torch.device) -> World:
     launched = world_from_environment()
     if launched is None or launched.world_size == 1:
         return World(rank=0, world_size=1, local_rank=local, gpus=gpus)
-    return World(
-        rank=launched.rank,
-        world_size=launched.world_size,
-        local_rank=local if gpus else launched.local_rank,
-        local_size=launched.local_size,
-        gpus=gpus,
-    )
+    return replace(launched, local_rank=local if gpus else launched.local_rank, gpus=gpus)
 
 
 def _use_loopback() -> None:

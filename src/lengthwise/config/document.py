@@ -62,10 +62,7 @@ for _name, (_pattern, _first) in _SCALARS.items():
 
 
 def parse_values(text: str, name: str) -> tuple[object, list[ConfigError]]:
-    """Parse one YAML document into plain values, and errors for repeated keys. name: the file's, for messages.
-
-    ConfigError: the text is no plain YAML.
-    """
+    """Parse one YAML document into plain values, and errors for repeated keys; refuse other texts. name: the file's."""
     try:
         loader = _Loader(text)
         values = loader.get_single_data()

@@ -120,12 +120,8 @@ class _Reading:
                 value = inside.pop(place[-1]) if isinstance(inside, dict) else None
             except (KeyError, IndexError, TypeError):
                 continue
-            section = self._section(place[:-1])
-            near = (
-                nearest_name(place[-1], section.model_fields, close=_CLOSE_KEY)
-                if unknown and section is not None
-                else None
-            )
+            section = self._section(place[:-1]) if unknown else None
+            near = None if section is None else nearest_name(place[-1], section.model_fields, close=_CLOSE_KEY)
             if near is not None and near not in inside:
                 inside[near] = value
         return kept

@@ -114,9 +114,8 @@ def _resolve_paths(values: dict[str, object], folder: Path) -> list[ConfigError]
         values["measurements"] = _resolve("measurements", measurements, folder, problems, _FILE, words=words)
     output = values.get("output")
     if output == "":
-        problems.append(
-            ConfigError("output", expected="a folder", got="''", remedy="Write for example `output: runs/first`.")
-        )
+        remedy = "Write for example `output: runs/first`."
+        problems.append(ConfigError("output", expected="a folder", got="''", remedy=remedy))
     elif isinstance(output, str | Path):
         values["output"] = _absolute(str(output), folder)
         wrong = _no_path(values["output"])

@@ -101,8 +101,7 @@ class RunConfig(TrainingSettings, _Training):
         "the model, at the end)",
     )
     save: SaveConfig | None = Field(
-        default=None,
-        description="{best: eval_loss}: also keep the model with the best evaluation; default null",
+        default=None, description="{best: eval_loss}: also keep the model with the best evaluation; default null"
     )
     report_to: Annotated[
         tuple[Literal["tensorboard", "wandb", "trackio", "mlflow"], ...],
@@ -171,11 +170,8 @@ def _not_read_meanwhile(values: Mapping[str, object]) -> list[ConfigError]:
     if key is not None and set(keys) != {key}:
         number = next(number for number, other in enumerate(keys) if other != key)
         remedy = f"Set `{key}: true` on this source, too, or on none."
-        found.append(
-            ConfigError(
-                f"data.{number}.{key}", expected=f"all sources `{key}`, or none", got="some of them", remedy=remedy
-            )
-        )
+        where, expected = f"data.{number}.{key}", f"all sources `{key}`, or none"
+        found.append(ConfigError(where, expected=expected, got="some of them", remedy=remedy))
     numbers = {str(each.get(key) if isinstance(each, Mapping) else getattr(each, key)) for each in data if key}
     if key == "streaming" and len(numbers) > 1:
         got, remedy = " and ".join(sorted(numbers)), "Set the same number."

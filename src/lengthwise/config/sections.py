@@ -76,7 +76,6 @@ class DataSource(Settings):
         description="a row that cannot be read (broken JSON or UTF-8, ids out of range, no known columns) stops the "
         "run (stop) or is left out and counted (skip); default stop",
     )
-
     weight: float = Field(
         default=1.0,
         ge=0.001,
@@ -84,13 +83,11 @@ class DataSource(Settings):
         description="how often an epoch repeats each row of this source: 3 takes each row three times, 0.5 takes half "
         "of the rows, and the other half in the next epoch; default 1",
     )
-
     remote: bool | Annotated[int, Field(ge=1)] = Field(
         default=False,
         description="true reads and tokenizes this source in an actor of Ray while the run trains, a number in as many "
         "actors; needs max_tokens; default false (all rows are read, or prepared, before the first step)",
     )
-
     streaming: bool | Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         default=False,
         description="true reads and tokenizes this source in file order while the run trains, in a process of each "
@@ -120,43 +117,40 @@ class DataSource(Settings):
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:
         """Return errors unless there is one source, with the keys that it needs and no others."""
-        found = []
+        found = list[ConfigError]()
+
+        def refuse(key: str, expected: str, got: str, remedy: str) -> None:
+            found.append(ConfigError(key, expected=expected, got=got, remedy=remedy))
+
         given = [key for key in ("path", "dataset") if values.get(key) is not None]
         stdlib = values.get("python_stdlib") or False
         # Another check reports a value of a wrong type, such as `yes`; its meaning is unknown.
         if isinstance(stdlib, bool) and len(given) + stdlib != 1:
-            expected = "exactly one of `path`, `dataset` and `python_stdlib: true`"
             got = " and ".join([*given, *["python_stdlib"] * stdlib]) or "none of them"
             remedy = "Split the source in two." if given else "Add one of them."
-            found.append(ConfigError("", expected=expected, got=got, remedy=remedy))
+            refuse("", "exactly one of `path`, `dataset` and `python_stdlib: true`", got, remedy)
         if (scheme := scheme_of(path := values.get("path"))) is not None and not values.get("streaming"):
-            expected, got = "a path on this machine", f"{path}: {scheme}:// can only be streamed"
             remedy = "Set `streaming: true`, or mount or copy the data and name that path."
-            found.append(ConfigError("path", expected=expected, got=got, remedy=remedy))
+            refuse("path", "a path on this machine", f"{path}: {scheme}:// can only be streamed", remedy)
         of_datasets = [key for key in ("subset", "split", "revision", "data_files") if values.get(key) is not None]
         if "dataset" in given and "split" not in of_datasets:
-            remedy = "Add for example `split: train`."
-            found.append(ConfigError("split", expected="the split of the dataset", got="none", remedy=remedy))
-        if of_datasets and "dataset" not in given:
-            remedy = "Take it out, or name the `dataset`."
-            for key in of_datasets:
-                found.append(ConfigError(key, expected="a `dataset` beside it", got="none", remedy=remedy))
+            refuse("split", "the split of the dataset", "none", "Add for example `split: train`.")
+        for key in of_datasets if "dataset" not in given else ():
+            refuse(key, "a `dataset` beside it", "none", "Take it out, or name the `dataset`.")
         if meanwhile := read_meanwhile(values):
+            one_of_them = "Take one of them out."
             if values.get("max_tokens") is None:
                 expected = f"the longest row that `{meanwhile}` rows may have"
-                remedy = "Add for example `max_tokens: 32K`."
-                found.append(ConfigError("max_tokens", expected=expected, got="none", remedy=remedy))
+                refuse("max_tokens", expected, "none", "Add for example `max_tokens: 32K`.")
             if values.get("weight", 1) != 1:
                 expected = f"no weight beside `{meanwhile}`: weights need a count of all rows"
-                remedy = "Take one of them out."
-                found.append(ConfigError("weight", expected=expected, got=f"{values['weight']}", remedy=remedy))
+                refuse("weight", expected, f"{values['weight']}", one_of_them)
             if values.get("remote") and values.get("streaming"):
-                expected, got = "`remote` (rows in random order) or `streaming` (rows in file order)", "both"
-                found.append(ConfigError("streaming", expected=expected, got=got, remedy="Take one of them out."))
+                expected = "`remote` (rows in random order) or `streaming` (rows in file order)"
+                refuse("streaming", expected, "both", one_of_them)
         elif values.get("too_long") == "skip" and values.get("max_tokens") is None:
             expected, got = "`max_tokens` beside `too_long: skip`", "no max_tokens, so nothing could be too long"
-            remedy = "Set max_tokens, or take too_long out."
-            found.append(ConfigError("too_long", expected=expected, got=got, remedy=remedy))
+            refuse("too_long", expected, got, "Set max_tokens, or take too_long out.")
         return found
 
 
@@ -209,10 +203,8 @@ class GlobalBatch(Settings):
         if len(given) == 1:
             return []
         expected, got = "exactly one of `sequences` and `tokens`", "both" if given else "neither"
-        remedy = (
-            "Write {sequences: 64} or {tokens: 262144}; "
-            "on the command line --set global_batch='{tokens: 262144}' replaces both."
-        )
+        remedy = "Write {sequences: 64} or {tokens: 262144}; "
+        remedy += "on the command line --set global_batch='{tokens: 262144}' replaces both."
         return [ConfigError("", expected=expected, got=got, remedy=remedy)]
 
 
@@ -290,8 +282,7 @@ class LoraConfig(Settings):
         description="the folder of a saved LoRA adapter to continue from; it sets all keys above; default null",
     )
     lora_dropout: Fraction | None = Field(
-        default=None,
-        description="the dropout rate of each adapter's inputs in training, from 0 to below 1; default 0",
+        default=None, description="the dropout rate of each adapter's inputs in training, from 0 to below 1; default 0"
     )
 
     @model_validator(mode="before")
@@ -304,14 +295,8 @@ class LoraConfig(Settings):
         if values.get("adapter") is not None:
             return values
         given = {key: value for key, value in values.items() if value is not None}
-        return {
-            "r": 8,
-            "lora_alpha": 8,
-            "target_modules": [ALL_LINEAR],
-            "use_rslora": False,
-            "lora_dropout": 0.0,
-            **given,
-        }
+        others = {"use_rslora": False, "lora_dropout": 0.0}
+        return {"r": 8, "lora_alpha": 8, "target_modules": [ALL_LINEAR], **others, **given}
 
     @classmethod
     def broken_rules(cls, values: Mapping[str, object]) -> list[ConfigError]:

@@ -93,10 +93,7 @@ TABLE = (
         doors=(RUN_FILE,),
     ),
     Together(
-        "train_towers",
-        Values((True,)),
-        *_STAGES,
-        "false",
+        *("train_towers", Values((True,)), *_STAGES, "false"),
         _OFF("stages"),
         why="a tower is in no stage",
         doors=(RUN_FILE,),
@@ -110,11 +107,7 @@ TABLE = (
         "Take shard out, or stages.",
         why="each microbatch would gather the layers of a stage again",
     ),
-    Together(
-        *("ranks_per_node", _GIVEN, *_STAGES, "none"),
-        _OFF("ranks_per_node"),
-        why=_INSIDE_NODES,
-    ),
+    Together(*("ranks_per_node", _GIVEN, *_STAGES, "none"), _OFF("ranks_per_node"), why=_INSIDE_NODES),
     Together(
         *("measurements", _AT_START, *_STAGES, "off or a file"),
         "Measure the whole model with `lengthwise profile`, and name its file.",

@@ -81,9 +81,7 @@ class TrainingSettings(Settings):
         "replicas, and each rank has the layers of one stage; default 1",
     )
     virtual: int = Field(
-        default=1,
-        ge=1,
-        description="the chunks of layers that each stage takes in turn (interleaved 1F1B); default 1",
+        default=1, ge=1, description="the chunks of layers that each stage takes in turn (interleaved 1F1B); default 1"
     )
     heads: Literal["auto", "off"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",

@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from lengthwise.cost.links import Floats, Numbers, larger, smaller
+from lengthwise.cost.links import Floats, Numbers
 
 Curve = tuple[tuple[float, float], ...]
 """(tokens of a block, share of attention's speed), ascending."""
@@ -23,7 +23,7 @@ def seen_blocks(
     """
     seen = tokens * tokens
     for window, share in windows:
-        before = larger(0.0, tokens - window)
+        before = np.maximum(0.0, tokens - window)
         seen = seen - share * (before * before)  # s^2 - (2 s w - w^2)
     if not trees:
         return [(seen, tokens)]
@@ -52,7 +52,7 @@ def _of_trees(tokens: Floats, trees: Sequence[tuple[float, ...]]) -> tuple[NDArr
 def speed_shares(curve: Curve, tokens: Floats) -> Floats:
     """Return the share of attention's speed of blocks of so many tokens, by a curve of `Hardware`."""
     points, shares = _columns(curve)
-    return np.interp(tokens, points, shares) * smaller(1.0, tokens / points[0])
+    return np.interp(tokens, points, shares) * np.minimum(1.0, tokens / points[0])
 
 
 @lru_cache(maxsize=64)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from lengthwise.cost.links import Numbers, chosen, larger
+import numpy as np
+
+from lengthwise.cost.links import Numbers, chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,4 +52,4 @@ class Choices:
         if not self.offloads or self.layers <= 2:
             return 0.0 * tokens
         allowed = self.offloads_above_tokens + chosen(degrees > 1, sequences, 0)
-        return larger(0.0, (1 - allowed * degrees / tokens) * (self.layers / (self.layers - 2)))
+        return np.maximum(0.0, (1 - allowed * degrees / tokens) * (self.layers / (self.layers - 2)))

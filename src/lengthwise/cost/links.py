@@ -14,28 +14,11 @@ Whole = NDArray[np.int64]
 Numbers = Any  # a float or an array of floats, for which the formulas are the same
 
 
-def larger(one: Numbers, other: Numbers) -> Numbers:
-    """Return `np.maximum`, quickly if both are numbers."""
-    are_arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
-    return np.maximum(one, other) if are_arrays else one if one > other else other
-
-
-def smaller(one: Numbers, other: Numbers) -> Numbers:
-    """Return `np.minimum`, quickly if both are numbers."""
-    are_arrays = isinstance(one, np.ndarray) or isinstance(other, np.ndarray)
-    return np.minimum(one, other) if are_arrays else one if one < other else other
-
-
 def chosen(condition: Numbers, one: Numbers, other: Numbers) -> Numbers:
     """Return `np.where`, quickly if the condition is not an array."""
     if isinstance(condition, np.ndarray):
         return np.where(condition, one, other)
     return one if condition else other
-
-
-def some(condition: Numbers) -> bool:
-    """Return `np.any`, quickly if the condition is not an array."""
-    return bool(condition.any() if isinstance(condition, np.ndarray) else condition)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +80,7 @@ def least_reach(
     inside = 1 if crosses else ranks_per_node
     is_near, flows, borders = degree <= inside, 1, 0
     if shares_uplinks or sweeps:
-        borders = smaller(-(-degree // ranks_per_node) - 1 + crosses, degree - 1)
+        borders = np.minimum(-(-degree // ranks_per_node) - 1 + crosses, degree - 1)
     if shares_uplinks:
-        flows = larger(1, smaller(ranks_per_node, heads * smaller(2, borders)))
+        flows = np.maximum(1, np.minimum(ranks_per_node, heads * np.minimum(2, borders)))
     return Reach(is_near, is_near | (heads <= inside), flows, borders)

@@ -19,7 +19,7 @@ import numpy as np
 
 from lengthwise.core.cut import position_chunks
 from lengthwise.core.plan import RECOMPUTED, layer_kinds
-from lengthwise.cost.links import Floats, Numbers, Reach, chosen, larger, smaller, some
+from lengthwise.cost.links import Floats, Numbers, Reach, chosen
 
 if TYPE_CHECKING:
     from lengthwise.cost.choices import Choice
@@ -96,13 +96,13 @@ def part_seconds(cost: Cost, part: Part, total: Numbers, degree: Numbers, choice
     heads, near, far, uplink = choice.heads, cost.near, cost.far, cost.uplink_bytes_per_second
     held, positions = part.tokens / degree, degree / heads
     ring = cost.ring_bytes / chosen(
-        reach.ring_near, near.bytes_per_second, smaller(far.bytes_per_second, uplink / reach.flows)
+        reach.ring_near, near.bytes_per_second, np.minimum(far.bytes_per_second, uplink / reach.flows)
     )
-    repeated = larger(1.0, heads / cost.kv_heads)  # a group wider than the KV heads holds copies of them
+    repeated = np.maximum(1.0, heads / cost.kv_heads)  # a group wider than the KV heads holds copies of them
     latency = chosen(reach.ring_near, near.hop_seconds, far.hop_seconds)
     moved = Moved(ring * repeated * (total * positions - total), latency, positions, degree)
     exchange = 0.0  # of groups that split heads, all-to-all
-    if some(heads > 1):
+    if np.count_nonzero(heads > 1):
         exchanged = min(far.bytes_per_second, uplink / cost.ranks_per_node)
         links = chosen(reach.groups_near, near.bytes_per_second, exchanged)
         exchange = cost.exchange_bytes * held * (heads - 1) / heads / links
@@ -121,13 +121,13 @@ def part_seconds(cost: Cost, part: Part, total: Numbers, degree: Numbers, choice
             gradients = (sweep.ring - sweeps[0].ring) * moved.transfers if sweep is sweeps[-1] else None
             apart = apart + _exposed_by_ring_step(part, moved, sweep.attention, keys, gradients)
         else:
-            together = together + larger(0.0, sweep.ring * moved.transfers - sweep.attention * part.attention)
+            together = together + np.maximum(0.0, sweep.ring * moved.transfers - sweep.attention * part.attention)
     if not by_ring_step:
         apart = apart + len(rings) * latency * (positions - 1)
-    if some(choice.offload > 0):
+    if np.count_nonzero(choice.offload > 0):
         copy = cost.copy_seconds(held, choice)  # one direction
         first, *others = (sweep.attention * part.attention + sweep.linear * part.linear for sweep in sweeps)
-        out, back = (larger(0.0, copy - each / degree) for each in (first, sum(others)))
+        out, back = (np.maximum(0.0, copy - each / degree) for each in (first, sum(others)))
         apart = apart + out + back
     return together / degree + apart
 
@@ -139,19 +139,19 @@ def _exposed_by_ring_step(part: Part, moved: Moved, share: float, keys: Numbers,
     nothing.
     """
     _, latency, positions, degree = moved
-    sends = larger(positions - 1, 1)
+    sends = np.maximum(positions - 1, 1)
     diagonal = share * part.diagonal / degree
     block = share * (part.attention - part.diagonal) / (degree * sends)
     keys = keys / (degree * sends) + latency
-    first = larger(0.0, keys - diagonal)
+    first = np.maximum(0.0, keys - diagonal)
     if gradients is None:
-        return chosen(positions > 1, first + (sends - 1) * larger(0.0, keys - block), 0.0)
+        return chosen(positions > 1, first + (sends - 1) * np.maximum(0.0, keys - block), 0.0)
     gradients = gradients / (degree * sends)
     exposed = (
         first
-        + (smaller(2, sends) - 1) * larger(0.0, keys - block)
-        + larger(0, positions - 3) * larger(0.0, keys + gradients - block)
-        + (positions >= 3) * larger(0.0, gradients + latency - block)
+        + (np.minimum(2, sends) - 1) * np.maximum(0.0, keys - block)
+        + np.maximum(0, positions - 3) * np.maximum(0.0, keys + gradients - block)
+        + (positions >= 3) * np.maximum(0.0, gradients + latency - block)
         + gradients
         + latency
     )

@@ -20,7 +20,7 @@ from lengthwise.cost.blocks import Curve, image_work, seen_blocks, speed_shares
 from lengthwise.cost.checks import check_cost
 from lengthwise.cost.choices import AS_CUT, Choice, Choices
 from lengthwise.cost.ending import Ending, Traffic
-from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of, some
+from lengthwise.cost.links import Floats, Link, Numbers, Reach, Whole, least_reach, reach_of
 from lengthwise.cost.passes import BACKWARD, FORWARD, Part, PassShares, part_seconds, parts_by_shares, passes
 
 _FREE = Link(bytes_per_second=inf)
@@ -266,7 +266,7 @@ class Cost:
         (pairs, block), *between = seen_blocks(tokens, self.windows, self.trees)
         at = block / positions
         diagonal = below = self._blocks_seconds(pairs, at, self.block_efficiency)
-        if self.ring_efficiency and some(positions > 1):
+        if self.ring_efficiency and np.count_nonzero(positions > 1):
             below = self._blocks_seconds(pairs, at, self.ring_efficiency)
         for pairs, block in between:  # no diagonals: queries of one sequence, keys of another
             seconds = self._blocks_seconds(pairs, block / positions, self.ring_efficiency or self.block_efficiency)
@@ -392,7 +392,7 @@ class Cost:
     def _linear(self, tokens: Numbers, degree: Numbers, work: Numbers) -> Numbers:
         """Return the seconds of linear work of sequences that are cut over `degree` ranks, or whole, in tokens."""
         linear = self.linear_seconds * work
-        return linear + self.cut_seconds * (degree > 1) * tokens if some(self.cut_seconds) else linear
+        return linear + self.cut_seconds * (degree > 1) * tokens if np.count_nonzero(self.cut_seconds) else linear
 
     def _groups(self, degree: int) -> list[int]:
         most = min(degree, self.heads) if self.choices.splits_heads else 1

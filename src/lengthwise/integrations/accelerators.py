@@ -17,11 +17,7 @@ _PARALLEL = ("NO", "MULTI_CPU", "MULTI_GPU")  # accelerate's names of plain data
 
 
 def leave_data_and_gradients(accelerator: Any) -> None:
-    """Let an accelerator wrap models in autocast only, and give every rank all data.
-
-    Raises:
-        ConfigError: it is not one of plain data parallelism.
-    """
+    """Let an accelerator of plain data parallelism wrap models in autocast only, and give every rank all data."""
     kind, precision = accelerator.distributed_type.name, accelerator.mixed_precision
     if kind not in _PARALLEL or precision not in ("no", "bf16"):
         remedy = "Start with torchrun, or with an accelerate config of plain data parallelism."
@@ -43,6 +39,19 @@ def leave_data_and_gradients(accelerator: Any) -> None:
 
 
 @contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Give an object other attributes inside the block."""
+    kept = {name: each for name, each in vars(owner).items() if name in values}
+    vars(owner).update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del vars(owner)[name]
+        vars(owner).update(kept)
+
+
+@contextmanager
 def ungathered(accelerator: Any, *, is_logged: bool = True) -> Iterator[None]:
     """Make the accelerator's collectives return their argument: this rank's, or the same on all ranks.
 
@@ -52,15 +61,8 @@ def ungathered(accelerator: Any, *, is_logged: bool = True) -> Iterator[None]:
     def own(value: Any, *_: Any, **__: Any) -> Any:
         return value if is_logged else torch.zeros(value.shape, dtype=value.dtype)
 
-    names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
-    kept = {name: getattr(accelerator, name) for name in names}
-    for name in names:
-        setattr(accelerator, name, own)
-    try:
+    with replaced(accelerator, gather=own, gather_for_metrics=own, reduce=own, pad_across_processes=own):
         yield
-    finally:
-        for name, each in kept.items():
-            setattr(accelerator, name, each)
 
 
 class AloneOnRank:
@@ -96,8 +98,5 @@ def cached_together(dataset: Any) -> Iterator[None]:
             path.unlink(missing_ok=True)
         return str(path)
 
-    dataset._get_cache_file_path = agreed
-    try:
+    with replaced(dataset, _get_cache_file_path=agreed):
         yield
-    finally:
-        del dataset._get_cache_file_path

@@ -63,10 +63,7 @@ REFUSED: Mapping[str, Refusal] = {
     "fp16_full_eval": (OFF, "it would convert the model"),
     "bf16_full_eval": (OFF, "it would convert the model"),
     "auto_find_batch_size": (OFF, "one rank alone would restart; capacity_tokens bounds the memory"),
-    "torch_compile": (
-        OFF,
-        "it cannot capture planned attention; the trainer's compile=True compiles around it",
-    ),
+    "torch_compile": (OFF, "it cannot capture planned attention; the trainer's compile=True compiles around it"),
     "liger_kernel_config": (OFF, "fused layers are chosen for the model's family"),
     "neftune_noise_alpha": (OFF, "its noise would depend on the plan"),
     "train_sampling_strategy": (("random", "sequential"), "the plan balances unequal lengths itself"),
@@ -102,6 +99,8 @@ PLANNED: Mapping[str, str] = {
 
 def problems_of(arguments: Any, *, refused: Mapping[str, Refusal] = MappingProxyType({})) -> list[LengthwiseError]:
     """Return the problems of a planned Trainer's arguments. refused: fields of a subclass of TrainingArguments."""
+    from transformers import TrainingArguments
+
     problems: list[LengthwiseError] = []
 
     def refuse(where: str, expected: str, got: object, why: str, remedy: str = "Remove it.") -> None:
@@ -132,20 +131,17 @@ def problems_of(arguments: Any, *, refused: Mapping[str, Refusal] = MappingProxy
     for name in ("split_batches", "dispatch_batches", "use_stateful_dataloader", "gradient_accumulation_kwargs"):
         if getattr(loader, name, None):
             refuse(f"accelerator_config.{name}", "none", getattr(loader, name), "every rank reads the global batch")
-    tabled = KEPT | WITHOUT_EFFECT.keys() | REFUSED.keys()
+    tabled, known = KEPT | WITHOUT_EFFECT.keys() | REFUSED.keys(), dataclasses.fields(TrainingArguments)
+    unknown = {each.name for each in known} - tabled  # the trainer's class checks fields of a subclass
     for field in dataclasses.fields(arguments):
         value = getattr(arguments, field.name)
-        if field.name not in tabled | _of_subclasses(arguments) and value != _default(field):
+        if field.name in unknown and value != _default(field):
             refuse(field.name, "its default", value, "this version of lengthwise does not know the field")
     return problems
 
 
 def refuse_mixed(kind: type) -> None:
-    """Refuse a class that puts the mixin alone in front of a trainer of TRL that needs a planned class of its own.
-
-    Raises:
-        ConfigError: it does.
-    """
+    """Refuse a class that puts the mixin alone in front of a trainer of TRL that needs a planned class of its own."""
     bases = {(each.__module__.partition(".")[0], each.__name__) for each in kind.__mro__}
     for name, module in PLANNED.items():
         if ("trl", name) in bases and ("lengthwise", name) not in bases:
@@ -155,11 +151,7 @@ def refuse_mixed(kind: type) -> None:
 
 
 def refuse_with_parts(arguments: Any) -> None:
-    """Refuse arguments that need whole parameters.
-
-    Raises:
-        ConfigError, Problems: some do; one message has all.
-    """
+    """Refuse arguments that need whole parameters; one message has all."""
     problems: list[LengthwiseError] = []
     for name, why in WITH_PARTS.items():
         if getattr(arguments, name, False):
@@ -187,15 +179,6 @@ def _checkpointing(arguments: Any) -> Mapping[str, Any] | None:
 def _value(arguments: Any, name: str) -> Any:
     value = getattr(arguments, name, None)  # versions differ in a few
     return getattr(value, "value", value)  # of an enumeration
-
-
-def _of_subclasses(arguments: Any) -> frozenset[str]:
-    """Return the fields that a subclass of TrainingArguments adds; its trainer's class checks them."""
-    from transformers import TrainingArguments
-
-    return frozenset(each.name for each in dataclasses.fields(arguments)) - {
-        each.name for each in dataclasses.fields(TrainingArguments)
-    }
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

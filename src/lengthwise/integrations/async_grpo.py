@@ -100,11 +100,7 @@ class AsyncGRPOTrainer(TokenLossMixin, async_grpo.AsyncGRPOTrainer):
         return dataset
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse evaluations: TRL's trainer generates for training only.
-
-        Raises:
-            ConfigError: always.
-        """
+        """Refuse evaluations: TRL's trainer generates for training only."""
         remedy = "Read the rewards that it logs, or save the model and call evaluate of a GRPOTrainer."
         got = "evaluate, which TRL's AsyncGRPOTrainer does not have"
         raise ConfigError("evaluate", expected="train", got=got, remedy=remedy)

@@ -50,11 +50,7 @@ class LengthwisePlugin(BasePlugin):
 
     @short_traceback
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Say that the run is planned.
-
-        Raises:
-            ConfigError: another plugin has given another trainer.
-        """
+        """Say that the run is planned; refuse a trainer that another plugin has given."""
         if not hasattr(trainer, "_trained"):
             got, remedy = type(trainer).__name__, "Remove the plugin that returns this trainer."
             raise ConfigError("plugins", expected="a planned trainer", got=got, remedy=remedy)

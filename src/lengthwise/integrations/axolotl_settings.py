@@ -75,11 +75,7 @@ FINE_PLUGINS = ("context_parallel", "expert_parallel", "lm_eval", "spectrum", "s
 
 
 class LengthwiseArgs(BaseModel):
-    """The key that the plugin adds to an axolotl file.
-
-    Raises:
-        ConfigError, Problems: the section or a key beside it is refused; one message has all.
-    """
+    """The key that the plugin adds to an axolotl file; all refused keys of the file are in one message."""
 
     lengthwise: dict[str, Any] | None = None
 

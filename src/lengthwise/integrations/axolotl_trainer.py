@@ -11,6 +11,7 @@ from axolotl.core.trainers import AxolotlTrainer  # pyright: ignore[reportMissin
 from axolotl.integrations.base import PluginManager  # pyright: ignore[reportMissingImports]
 
 from lengthwise.data import NO_LOSS
+from lengthwise.integrations.accelerators import replaced
 from lengthwise.integrations.axolotl_settings import SECTION
 from lengthwise.integrations.transformers import PlannedTrainerMixin
 from lengthwise.session import Session
@@ -38,19 +39,13 @@ class SFTTrainer(PlannedTrainerMixin, AxolotlTrainer):
         return session
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        collate, self.eval_data_collator = self.eval_data_collator, self._collator(self.eval_data_collator)
-        try:
+        with replaced(self, eval_data_collator=self._collator(self.eval_data_collator)):
             return super()._get_dataloader(*args, **kwargs)
-        finally:
-            self.eval_data_collator = collate
 
     def _create_multipack_sampler(self, *args: Any, **kwargs: Any) -> Any:
         """Return a sampler whose packs have the tokens of all ranks' packs."""
-        kept, self._train_batch_size = self._train_batch_size, self._train_batch_size * self.args.world_size
-        try:
+        with replaced(self, _train_batch_size=self._train_batch_size * self.args.world_size):
             return super()._create_multipack_sampler(*args, **kwargs)
-        finally:
-            self._train_batch_size = kept
 
     def _update(self, normalizer: float) -> Any:
         rows = [row for batch in self._batches for row in batch.rows]

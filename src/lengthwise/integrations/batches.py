@@ -168,11 +168,7 @@ class PlannedUpdates:
 
 
 def checked(batches: Iterator[Any]) -> Iterator[Examples]:
-    """Yield the batches of a loader that Trainer made.
-
-    Raises:
-        ConfigError: the loader is the user's own, which gives each rank another part.
-    """
+    """Yield the batches of a loader that Trainer made; refuse the user's own, which gives each rank another part."""
     for batch in batches:
         if not isinstance(batch, Examples):
             remedy = "Replace data_collator or the samplers, not get_train_dataloader."

@@ -32,7 +32,7 @@ from lengthwise.integrations.accelerators import ungathered
 from lengthwise.integrations.arguments import OFF, Refusal
 from lengthwise.integrations.rollouts import OF_IMAGES, flat, joined, num_slots, planned_rows, refuse_long_completions
 from lengthwise.integrations.token_losses import NUMBERS, OFFLOADING, Answers, TokenLossMixin, TokenSum
-from lengthwise.session import Session, StepResult
+from lengthwise.session import Session
 
 _TOKEN_SUMS = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")  # loss types that are sums over tokens
 _OLD, _REFERENCE, _RATIO = "old_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio"
@@ -184,17 +184,14 @@ class RolloutMixin(TokenLossMixin):
         self._step += 1
         if self.accelerator.sync_gradients or inputs is self._batches[-1]:
             batches, self._held = self._held, ()
-            loss, self._last = self._update_by(batches)
+            rows, size = planned_rows(batches, self.aux_loss_enabled), sum(map(num_slots, batches))
+            as_sum = self._as_sum(batches, size) if self._is_sum() else None
+            loss, self._last = self._updated(rows, size, partial(self._loss, batches), as_sum)
         self._current_train_step_time += time.perf_counter() - start
         if self._step % self.current_gradient_accumulation_steps == 0:
             self._metrics["train"]["step_time"].append(self._current_train_step_time)
             self._current_train_step_time = 0.0
         return torch.tensor(loss, device=self.args.device)
-
-    def _update_by(self, batches: Sequence[Mapping[str, Any]]) -> tuple[float, StepResult]:
-        rows, size = planned_rows(batches, self.aux_loss_enabled), sum(map(num_slots, batches))
-        as_sum = self._as_sum(batches, size) if self._is_sum() else None
-        return self._updated(rows, size, partial(self._loss, batches), as_sum)
 
     def _is_sum(self) -> bool:
         """Return whether TRL's loss is a sum over tokens, with weights that do not depend on the model."""

@@ -38,7 +38,7 @@ class KnownRows:
     def too_long(self, limit: int, *, held: str) -> DataError | None:
         """Return an error for rows of more than `limit` tokens, or None. held: description of the limit."""
         suspects = np.flatnonzero(_lengths(self.rows) > limit)
-        found = self._collated(suspects, lambda row: max(map(_length, row.rows), default=0))
+        found = self._collated(suspects, lambda row: max((len(each[_IDS]) for each in row.rows), default=0))
         named = [(number, tokens) for number, tokens in found if tokens > limit]
         if not named:
             return None
@@ -104,11 +104,7 @@ def rows_of_loader(loader: Any) -> list[KnownRows]:
 
 
 def check_rows(given: Sequence[KnownRows], session: Session) -> None:
-    """Check rows before the first step.
-
-    Raises:
-        DataError, Problems: rows do not fit the ranks, or no row has a label.
-    """
+    """Check before the first step that rows fit the ranks, and that one has a label."""
     ranks = counted(session.world_size, "rank")
     held = f"the longest sequence that fits on {ranks} of capacity_tokens {session.capacity_tokens}"
     limit, problems = session.longest_tokens, list[LengthwiseError]()
@@ -124,10 +120,6 @@ def warn_of_no_label(trainer: Any) -> bool:
         what = "no token of the batch has a label, so its gradients are 0; later such batches are not reported"
         warnings.warn(f"step {trainer.state.global_step + 1}: {what}", stacklevel=2)
     return True
-
-
-def _length(row: Mapping[str, np.ndarray]) -> int:
-    return len(row[_IDS])
 
 
 def _lengths(rows: Any) -> np.ndarray:

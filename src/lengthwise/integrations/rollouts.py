@@ -127,11 +127,7 @@ def flat(batches: Sequence[Mapping[str, Tensor]], name: str) -> Tensor:
 
 
 def refuse_long_completions(session: Session, most: int | None) -> None:
-    """Refuse a `max_completion_length` that the ranks do not hold with its prompt.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Refuse a `max_completion_length` that the ranks do not hold with its prompt."""
     held = session.longest_tokens - 1  # a prompt has a token
     if most is not None and most > held:
         ranks = f"{session.world_size} x capacity_tokens {session.capacity_tokens}"

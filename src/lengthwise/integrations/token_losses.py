@@ -52,11 +52,7 @@ class TokenSum:
     expected: str
 
     def check(self, used: Tensor, exact: Tensor) -> None:
-        """Compare the gradient that microbatches used, (1, tokens), with that of TRL's loss of all tokens, (2, tokens).
-
-        Raises:
-            ConfigError: they differ, or the loss depends on entropies.
-        """
+        """Check the gradient that microbatches used, (1, tokens), by that of TRL's loss of all tokens, (2, tokens)."""
         apart = (exact - F.pad(used, (0, 0, 0, 1))).abs().max().item()  # none by entropies
         bound = _UNEQUAL * exact.abs().max().item()
         if math.isfinite(bound) and not apart <= bound:  # TRL goes on where its own gradient is not finite

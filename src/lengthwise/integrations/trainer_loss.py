@@ -21,10 +21,7 @@ _LIBRARIES = ("lengthwise.", "transformers.", "trl.")  # TRL gives models a head
 
 
 def loss_of(trainer: Any, planned: PlannedStep, normalizer: float) -> ComputeLoss | None:
-    """Return Trainer's loss of a step, or None if the session's own is the same.
-
-    normalizer: divisor of the sum over the tokens.
-    """
+    """Return Trainer's loss of a step, None if the session's own is the same. normalizer: divisor of the sum."""
     if is_next_tokens(trainer) and rows_of(planned).is_plain:
         return None
     if not trainer._divides_by_items():
@@ -77,11 +74,7 @@ def balance_of(trainer: Any, result: StepResult) -> float:
 
 
 def check_division(trainer: Any) -> None:
-    """Refuse a loss that is known to be a mean over a microbatch, or that may lack the routers' balance loss.
-
-    Raises:
-        ConfigError: it is one of these.
-    """
+    """Refuse a loss that is known to be a mean over a microbatch, or that may lack the routers' balance loss."""
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         remedy = "Give compute_loss_func, which divides a sum over the tokens by num_items_in_batch."
         got = "a model that takes no num_items_in_batch: its loss is a mean over a microbatch"

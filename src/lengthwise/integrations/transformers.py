@@ -19,7 +19,7 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import EvalLoopOutput
 
 from lengthwise.core.errors import ConfigError, LengthwiseError, raise_problems, short_traceback
-from lengthwise.integrations.accelerators import leave_data_and_gradients
+from lengthwise.integrations.accelerators import leave_data_and_gradients, replaced
 from lengthwise.integrations.arguments import (
     WITH_PARTS,
     Refusal,
@@ -103,8 +103,7 @@ class PlannedTrainerMixin(_Base):
     """Refused arguments of a subclass of TrainingArguments, in the form of `REFUSED`."""
 
     def _problems(self, arguments: Any) -> list[LengthwiseError]:
-        """Return the problems that more than one argument causes."""
-        return []
+        return []  # those that more than one argument causes
 
     _library: Any = transformers.Trainer
     """The class whose loss divides by num_items_in_batch."""
@@ -127,7 +126,6 @@ class PlannedTrainerMixin(_Base):
         return not is_next_tokens(self)
 
     def _check_division(self) -> None:
-        """Refuse a loss that is known to be a mean over a microbatch, or that may lack the routers' balance loss."""
         check_division(self)
 
     # Its arguments.
@@ -165,11 +163,8 @@ class PlannedTrainerMixin(_Base):
     # Reading.
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        collate, self.data_collator = self.data_collator, self._collator(self.data_collator)
-        try:
+        with replaced(self, data_collator=self._collator(self.data_collator)):
             return super()._get_dataloader(dataset, description, batch_size * self.args.world_size, *args, **kwargs)
-        finally:
-            self.data_collator = collate
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
         """Return the batches of the next update, whose plan was made ahead, and their number of loss tokens."""
@@ -369,7 +364,6 @@ class PlannedTrainerMixin(_Base):
             updates.close()
 
     def _evaluate_batch(self, batch: Examples, planned: Any) -> tuple[float, float]:
-        """Return the sum of a batch's losses, and their number."""
         result, number = self._evaluated(planned, 1.0), batch.num_loss_tokens
         return result.loss + number * self._balance_of(result), number
 

@@ -26,7 +26,7 @@ except ModuleNotFoundError as error:
     raise lacking(error, "trl") from None
 
 from lengthwise.data import NO_LOSS
-from lengthwise.integrations.accelerators import AloneOnRank, cached_together, ungathered
+from lengthwise.integrations.accelerators import AloneOnRank, cached_together, replaced, ungathered
 from lengthwise.integrations.arguments import Refusal
 from lengthwise.integrations.batches import Examples, refuse_dropped
 from lengthwise.integrations.grpo import GRPOTrainer as GRPOTrainer
@@ -69,11 +69,8 @@ class SFTTrainer(PlannedTrainerMixin, trl.SFTTrainer):
         self._valid.append(float((inputs["labels"][:, 1:] != NO_LOSS).sum()))
         # TRL counts tokens by it; the count is replaced afterwards.
         inputs = {**inputs, _MASK: torch.ones_like(inputs[_IDS])} if _MASK not in inputs else inputs
-        kept, self.aux_loss_enabled = self.aux_loss_enabled, False  # the engine has the balance loss
-        try:
+        with replaced(self, aux_loss_enabled=False):  # the engine has the balance loss
             return super()._share_of_loss(model, inputs, normalizer)
-        finally:
-            self.aux_loss_enabled = kept
 
     def _balance_of(self, result: StepResult) -> float:
         if result.router_loss is not None:
@@ -205,8 +202,7 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
         with torch.enable_grad():
             loss, leaf = self._loss(self._batches, self._planned)
             (weights,) = self._gradients(loss, leaf)
-        result = self._backward(self._planned, {"log_probs": weights})
-        return loss.item(), result
+        return loss.item(), self._backward(self._planned, {"log_probs": weights})
 
     def _evaluate_batch(self, batch: Examples, planned: Any) -> tuple[float, float]:
         loss, _ = self._loss([batch], planned)
@@ -233,16 +229,10 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
                 )
                 if not precomputed:
                     inputs |= zip(_OF_REFERENCE, self.compute_ref_log_probs(of_reference, inputs), strict=True)
-                total, first = total + self._loss_of_batch(of_model, inputs), last
+                with replaced(self, precompute_ref_logps=True):  # inputs have the reference's log-probabilities
+                    loss = self.compute_loss(of_model, inputs)  # type: ignore[arg-type] - it only calls the model
+                total, first = total + loss, last
         return total / len(batches), leaf
-
-    def _loss_of_batch(self, answers: Answers, inputs: dict[str, Tensor]) -> Tensor:
-        """Return `compute_loss` of a batch whose inputs have the reference's log-probabilities."""
-        kept, self.precompute_ref_logps = self.precompute_ref_logps, True
-        try:
-            return self.compute_loss(answers, inputs)  # type: ignore[arg-type] - it only calls the model
-        finally:
-            self.precompute_ref_logps = kept
 
     def _gathered_of_reference(self, planned: Any, size: int) -> dict[str, Tensor]:
         is_model = self.ref_model is None and self.session is not None
@@ -262,12 +252,10 @@ class DPOTrainer(TokenLossMixin, trl.DPOTrainer):
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         """Return the dataset with TRL's columns of the reference; every rank gets the batches of all ranks."""
-        kept, self.accelerator = self.accelerator, AloneOnRank(self.accelerator)
         try:
-            with cached_together(dataset):
+            with replaced(self, accelerator=AloneOnRank(self.accelerator)), cached_together(dataset):
                 return super()._precompute_ref_logps(dataset, name, batch_size * self.args.world_size)
         finally:
-            self.accelerator = kept
             self._end_reference()
 
     def compute_ref_log_probs(self, model: Any, inputs: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

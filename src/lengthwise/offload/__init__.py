@@ -9,11 +9,4 @@ from lengthwise.offload.store import ActivationStore
 LEAVING_BYTES = {"host": pinned.LEAVING_BYTES, "disk": disk.LEAVING_BYTES}
 """By store, as a run file names it: largest number of bytes in it that may still be on the device."""
 
-__all__ = [
-    "LEAVING_BYTES",
-    "ActivationSaver",
-    "ActivationStore",
-    "DiskStore",
-    "PinnedStore",
-    "parameter_storages",
-]
+__all__ = ["LEAVING_BYTES", "ActivationSaver", "ActivationStore", "DiskStore", "PinnedStore", "parameter_storages"]

@@ -11,9 +11,8 @@ import shutil
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -66,11 +65,13 @@ class DiskStore:
 
     def wait_for(self, done: Future, size: int) -> object:
         """Return the result of a thread and count the wait; MemoryShortage if the disk failed."""
-        with self._waiting():
-            try:
-                return done.result()
-            except OSError as error:
-                raise self._shortage(size, error) from error
+        start = time.perf_counter()
+        try:
+            return done.result()
+        except OSError as error:
+            raise self._shortage(size, error) from error
+        finally:
+            self._waited_seconds += time.perf_counter() - start
 
     def flush(self) -> None:
         """Wait until everything put is in the file."""
@@ -119,14 +120,6 @@ class DiskStore:
         remedy = "Free disk space, give another offload.path, or offload less: more ranks, or offload.ratio."
         got = f"{error.strerror or error}, {free}"
         return MemoryShortage(f"{self._where}, offload", expected=expected, got=got, remedy=remedy)
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._waited_seconds += time.perf_counter() - start
 
 
 class _OnDisk:

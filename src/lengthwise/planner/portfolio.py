@@ -106,13 +106,10 @@ def _needed_ratio(plan: Plan, microbatch: Microbatch) -> float:
 def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
     """Return the plan with the fastest split of heads for each ring, or in groups of `asked` where possible."""
     placed = [(piece, microbatch) for microbatch in plan.microbatches for piece in microbatch.pieces]
-    keys = [_ring_key(*each, plan, cost) for each in placed]
-    rings = dict(zip(reversed(keys), reversed(placed), strict=True))  # of equal ones, the first
-    ways = {key: _ways_to_split(*ring, cost, asked) for key, ring in rings.items() if key is not None}
-    every = [way for of_ring in ways.values() for way in of_ring]
+    ways = [_ways_to_split(*each, cost, asked) for each in placed]
+    every = [way for of_piece in ways for way in of_piece]
     seconds = iter(written_seconds(every, np.array(plan.tokens, dtype=np.int64), cost).tolist())
-    fastest = {key: min(of_ring, key=lambda _: next(seconds))[1].heads for key, of_ring in ways.items() if of_ring}
-    heads = (fastest.get(key, 1) for key in keys)
+    heads = (min(of_piece, key=lambda _: next(seconds))[1].heads if of_piece else 1 for of_piece in ways)
     microbatches = tuple(
         replace(microbatch, pieces=tuple(_split(piece, next(heads)) for piece in microbatch.pieces))
         for microbatch in plan.microbatches
@@ -120,17 +117,9 @@ def split_heads(plan: Plan, cost: Cost, asked: str | int = "auto") -> Plan:
     return replace(plan, microbatches=microbatches)
 
 
-def _ring_key(piece: Piece, microbatch: Microbatch, plan: Plan, cost: Cost) -> object | None:
-    """Return all that the seconds of a ring depend on, or None for pieces that split no heads."""
-    if piece.degree == 1 or piece.shares is not None:
-        return None
-    first = min(piece.ranks)
-    is_interval = piece.ranks == ring_order(first, piece.degree)
-    where = (first % cost.ranks_per_node, piece.degree) if is_interval else piece.ranks
-    return (*(plan.tokens[i] for i in piece.sequences), where, microbatch.offload, microbatch.recompute)
-
-
 def _ways_to_split(piece: Piece, microbatch: Microbatch, cost: Cost, asked: str | int) -> list[tuple[Piece, Choice]]:
+    if piece.degree == 1 or piece.shares is not None:
+        return []
     tried = range(1, min(cost.heads, piece.degree) + 1) if asked == "auto" else (int(asked),)
     fitting = (heads for heads in tried if cost.heads % heads == piece.degree % heads == 0)
     choices = (Choice(heads=heads, offload=microbatch.offload, recompute=microbatch.recompute) for heads in fitting)
@@ -222,7 +211,7 @@ def _offer_searched(request: PlanRequest, selection: Selection) -> None:
         ends = [score(draft, request.cost, speeds=request.speeds).makespan_seconds for draft in drafts]
         first = ends.index(min(ends))
         for start in sorted({first} if request.priced_stages == 1 else {0, first}):  # stages may turn the order
-            if ends[start] > request.bound_seconds * GOOD_ENOUGH:
+            if ends[start] > request.bound_seconds * FAR:
                 selection.offer(anneal(request, made[start], ends[start]))
 
 

@@ -201,15 +201,11 @@ def pack(request: PlanRequest, placed: Placed) -> Schedule:
     launch_seconds, capacity = request.cost.fixed_seconds, request.cluster.capacity_tokens
     rooms = Rooms(line.last.tolist(), _room_tokens(request, line))
     limits = {"capacity_tokens": capacity, "launch_seconds": launch_seconds, "rooms": rooms}
-    speeds = request.speeds
+    gaps, speeds, goal_seconds = line.gaps, request.speeds, request.bound_seconds * GOOD_ENOUGH
     if speeds is not None:
-        gaps = replace(line.gaps, seconds=line.gaps.seconds * np.array(speeds)[line.gaps.ranks])  # in work, as packs
-        in_gaps = fill_gaps(gaps, short, **limits)
-        at_ends, makespan = level_ends(line.free.tolist(), short, **limits, speeds=speeds)
-        return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
-    in_gaps = fill_gaps(line.gaps, short, **limits)
-    goal_seconds = request.bound_seconds * GOOD_ENOUGH
-    at_ends, makespan = level_ends(line.free.tolist(), short, **limits, goal_seconds=goal_seconds)
+        gaps = replace(gaps, seconds=gaps.seconds * np.array(speeds)[gaps.ranks])  # in work, as packs
+    in_gaps = fill_gaps(gaps, short, **limits)
+    at_ends, makespan = level_ends(line.free.tolist(), short, **limits, goal_seconds=goal_seconds, speeds=speeds)
     return Schedule(line=line, packs=in_gaps + at_ends, makespan_seconds=makespan)
 
 

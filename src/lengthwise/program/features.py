@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
@@ -30,18 +30,9 @@ SIMULATOR = frozenset(Feature) - {Feature.SPEEDS}
 _REPORTED = 10  # refusals in one message
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Use:
-    """A feature in use, its microbatch (None for the whole plan), and the `value` in the plan."""
-
-    feature: Feature
-    microbatch: int | None = None
-    value: object = None
-
-
 def features_of(plan: Plan) -> frozenset[Feature]:
     """Return the features that a plan uses."""
-    return frozenset(use.feature for use in feature_uses(plan))
+    return frozenset(_features_of(plan))
 
 
 def with_requires(plan: Plan) -> Plan:
@@ -49,25 +40,24 @@ def with_requires(plan: Plan) -> Plan:
     return replace(plan, requires=tuple(sorted(features_of(plan) & REQUIRED, reverse=True)))
 
 
-def feature_uses(plan: Plan) -> Iterator[Use]:
-    """Yield the features of the plan as a whole, then those of each microbatch."""
+def _features_of(plan: Plan) -> Iterator[Feature]:
     kind = plan.schedule.get("kind")
     if kind != "free":
-        yield Use(feature=Feature(kind), value=kind)
+        yield Feature(kind)
     if plan.parents:
-        yield Use(feature=Feature.BRANCHES)
+        yield Feature.BRANCHES
     runs = plan.notes.get("speeds")
     if runs is not None and not (isinstance(runs, list) and all(run[1:] == [1] for run in runs)):
-        yield Use(feature=Feature.SPEEDS, value=runs)
-    for number, microbatch in enumerate(plan.microbatches):
+        yield Feature.SPEEDS
+    for microbatch in plan.microbatches:
         if microbatch.offload:
-            yield Use(feature=Feature.OFFLOAD, microbatch=number, value=microbatch.offload)
+            yield Feature.OFFLOAD
         if microbatch.recompute != "none":
-            yield Use(feature=Feature.RECOMPUTE, microbatch=number, value=microbatch.recompute)
+            yield Feature.RECOMPUTE
         if any(piece.heads != 1 for piece in microbatch.pieces):
-            yield Use(feature=Feature.HEADS, microbatch=number, value="more")
+            yield Feature.HEADS
         if any(piece.shares is not None for piece in microbatch.pieces):
-            yield Use(feature=Feature.SHARES, microbatch=number)
+            yield Feature.SHARES
 
 
 def refuse_unsupported(plan: Plan, *, num_heads: int | None = None, cut: LayerCut = UNCUT) -> None:

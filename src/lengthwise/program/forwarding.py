@@ -65,7 +65,7 @@ class Forwarding:
         if ring_step >= max(self.reach):
             return
         for owner, way in self._travelling(position, ring_step, ring_step + 1):
-            if self._last(owner, way) > ring_step:
+            if self._lasts[owner][way < 0] > ring_step:
                 yield self._move(owner, way * ring_step, way * (ring_step + 1), Content.KV)
 
     @property
@@ -86,7 +86,7 @@ class Forwarding:
             return
         left = 2 * self.ring_steps - 1 - ring_step  # distance of the moving gradients from their owner
         for owner, way in self._travelling(position, left, left - 1):
-            if self._last(owner, way) >= left:
+            if self._lasts[owner][way < 0] >= left:
                 yield self._move(owner, way * left, way * (left - 1), Content.DKV)
 
     def _travelling(self, position: int | None, source: int, target: int) -> Iterable[tuple[int, int]]:
@@ -103,12 +103,9 @@ class Forwarding:
         here = {((position - way * distance) % self.degree, way) for way in _WAYS for distance in (source, target)}
         return sorted(here, key=lambda each: (each[0], -each[1]))
 
-    def _last(self, owner: int, way: int) -> int:
-        """Return the distance that the keys of `owner` travel one way, up to the last position that needs them."""
-        return self._lasts[owner][way < 0]
-
     @cached_property
     def _lasts(self) -> list[tuple[int, int]]:
+        """The distances (onward, back) that an owner's keys travel, up to the last position that needs them."""
         ahead, _ = self.reach
         if self.goes_round:
             return [(ahead if needed else 0, 0) for needed in self.needed]

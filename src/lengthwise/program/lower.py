@@ -15,16 +15,7 @@ from lengthwise.core.plan import Microbatch, Piece, Plan
 from lengthwise.program.blocks import Queries, block_tasks, positions_ahead, positions_seeing
 from lengthwise.program.branches import Prefix, branch_tasks, positions_continuing, prefixes_of
 from lengthwise.program.forwarding import Forwarding, Move
-from lengthwise.program.records import (
-    BlockTask,
-    Content,
-    HeadRange,
-    MutualSpans,
-    RankRound,
-    Round,
-    Segment,
-    Transfer,
-)
+from lengthwise.program.records import BlockTask, Content, HeadRange, MutualSpans, RankRound, Round, Segment, Transfer
 from lengthwise.program.split_heads import exchange_transfers, heads_of, ring_bounds
 
 

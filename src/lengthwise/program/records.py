@@ -52,11 +52,6 @@ class Content(StrEnum):
     MAP = "map"
     HALO = "halo"
 
-    @property
-    def goes_home(self) -> bool:
-        """Whether the message goes from the rank that attends some heads to the rank that holds the tokens."""
-        return self in (Content.OUT, Content.DQKV)
-
 
 class HeadRange(NamedTuple):
     """Part number `part` of a model's attention heads, cut into `parts` equal parts; a tuple, to be a cheap key."""

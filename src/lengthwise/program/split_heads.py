@@ -35,11 +35,12 @@ def exchange_transfers(
     piece: Piece, index: int, tokens: Sequence[int], content: Content, position: int | None = None
 ) -> Iterator[Transfer]:
     """Yield the messages of the groups of piece `index`, of `position` only if given. tokens: tokens by position."""
+    goes_home = content in (Content.OUT, Content.DQKV)  # to the rank that holds the tokens
     owners: Iterable[int] = range(piece.degree) if position is None else group_of(piece, position)
     for owner in owners:
         for member in group_of(piece, owner) if tokens[owner] else ():
             if member != owner and position in (None, owner, member):
-                source, target = (member, owner) if content.goes_home else (owner, member)
+                source, target = (member, owner) if goes_home else (owner, member)
                 yield Transfer(
                     source=piece.ranks[source],
                     target=piece.ranks[target],

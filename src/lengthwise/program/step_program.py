@@ -110,9 +110,8 @@ def step_program(
     counting, keeps, is_whole = None, frozenset[int](), plan.cut == UNCUT
     if train and counts_routers:
         keeps = last_on_all_ranks(plan, ranks_in_step=ranks_in_step) if is_whole else keeps
-        counting = _turns(
-            plan, stage, {each: ("forward" if each in keeps else "counting", None) for each in microbatches}
-        )
+        counted: _Kinds = {each: ("forward" if each in keeps else "counting", None) for each in microbatches}
+        counting = _turns(plan, stage, counted)
     kinds: _Kinds = {
         each: (None if each in keeps else "forward", "backward" if train else None)
         for each in sorted(microbatches, key=lambda each: each not in keeps)

@@ -87,37 +87,17 @@ def length_chart(lengths: Sequence[int] | np.ndarray) -> str:
     values = np.asarray(lengths, dtype=np.float64)
     squares = np.bincount(np.frexp(values)[1] - 1 - first, weights=values**2)
     labels, spans = written_edges(first, len(tokens), int(np.max(lengths)))
-    works = [written_work(*each) for each in zip(sequences, tokens, strict=True)]
-    tips = [f"{span}: {work}" for span, work in zip(spans, works, strict=True)]
-    shares = [each / sum(tokens) for each in tokens]
-    chart = bar_chart(
-        labels,
-        shares,
-        title="tokens and attention work by length",
-        x_title="tokens of a sequence",
-        y_title="share",
-        tips=tips,
-        marks=(squares / squares.sum()).tolist(),
-    )
+    tips = [
+        f"{span}: {counted(number, 'sequence')}, {count(held)} token{'s' * (held != 1)}"
+        for span, number, held in zip(spans, sequences, tokens, strict=True)
+    ]
+    shares, marks = [each / sum(tokens) for each in tokens], (squares / squares.sum()).tolist()
+    chart = _bar_chart(labels, shares, tips, marks)
     key = "Bars: share of all tokens. Lines: share of the attention work, which grows with the square of the length."
     return f"{scrolling(chart)}<p class=key>{key}</p>"
 
 
-def written_work(sequences: int, tokens: int) -> str:
-    """Return a number of sequences, and of the tokens in them, in words."""
-    return f"{counted(sequences, 'sequence')}, {count(tokens)} token{'s' * (tokens != 1)}"
-
-
-def bar_chart(
-    labels: Sequence[str],
-    values: Sequence[float],
-    *,
-    title: str,
-    x_title: str,
-    y_title: str,
-    tips: Sequence[str],
-    marks: Sequence[float] = (),
-) -> str:
+def _bar_chart(labels: Sequence[str], values: Sequence[float], tips: Sequence[str], marks: Sequence[float]) -> str:
     """Return a chart of one bar per value over an axis in percent; values are shares from 0 to 1.
 
     labels: labels of the bars' borders, one more than bars. tips: texts shown on hovering. marks: further shares, drawn
@@ -143,11 +123,11 @@ def bar_chart(
     for number, mark in enumerate(marks):
         x, y = _LEFT + number * width, _TOP + _PLOT_HEIGHT * (1 - mark / most)
         parts.append(f'<line class="mark" x1="{x + 1:.1f}" x2="{x + width - 1:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-    return _svg([*parts, *_titles(x_title, y_title)], title)
+    return _svg([*parts, *_titles("tokens of a sequence", "share")], "tokens and attention work by length")
 
 
-def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_title: str, y_title: str) -> str:
-    """Return a chart of (x, y, tip) on two logarithmic axes; values must be above 0."""
+def degree_chart(points: Sequence[tuple[int, int, str]]) -> str:
+    """Return a chart of (tokens of a sequence, GPUs that share it, tip) on two logarithmic axes."""
     x_low, x_high = _powers([x for x, _, _ in points])
     y_low, y_high = _powers([y for _, y, _ in points])
     parts = []
@@ -162,7 +142,7 @@ def scatter_chart(points: Sequence[tuple[float, float, str]], *, title: str, x_t
         x = _LEFT + _PLOT_WIDTH * (math.log2(x_value) - x_low) / (x_high - x_low)
         y = _TOP + _PLOT_HEIGHT * (1 - (math.log2(y_value) - y_low) / (y_high - y_low))
         parts.append(f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="2.5"><title>{escape(tip)}</title></circle>')
-    return _svg([*parts, *_titles(x_title, y_title)], title)
+    return _svg([*parts, *_titles("tokens of the sequence", "GPUs")], "GPUs that share a sequence")
 
 
 def stretch_chart(rows: Sequence[tuple[str, Sequence[Stretch]]], *, title: str, most: float) -> str:

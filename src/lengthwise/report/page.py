@@ -11,10 +11,10 @@ from lengthwise.core.names import counted
 from lengthwise.report.figures import seconds
 from lengthwise.report.html import (
     bar_line,
+    degree_chart,
     html_page,
     html_table,
     length_chart,
-    scatter_chart,
     scrolling,
     stretch_chart,
 )
@@ -108,10 +108,7 @@ def _degrees(found: Found) -> str:
     pairs = degrees_of(found)
     whole, cut = ([pair for pair in pairs if (pair[1] > 1) is is_cut] for is_cut in (False, True))
     shown = _spread(whole, _SHOWN_WHOLE) + _spread(cut, _SHOWN_CUT)
-    labelled = [(float(x), float(y), f"{counted(x, 'token')} over {counted(y, 'GPU')}") for x, y in shown]
-    chart = scatter_chart(
-        labelled, title="GPUs that share a sequence", x_title="tokens of the sequence", y_title="GPUs"
-    )
+    chart = degree_chart([(x, y, f"{counted(x, 'token')} over {counted(y, 'GPU')}") for x, y in shown])
     caption = f"First batch; {len(shown)} of {len(pairs)} different pairs of length and GPUs are drawn."
     return f"{scrolling(chart)}<p class=key>{caption}</p>"
 
@@ -127,9 +124,8 @@ def _devices(name: str, found: Found, devices: int, most: float) -> str:
     shown = f"{len(ranks)} of {counted(devices, 'GPU')}, the first batch, {seconds(found.step_seconds[0])}"
     return (
         f"<h2>GPUs over time: {escape(name)}</h2>{scrolling(chart)}"
-        f"<p class=key>{escape(shown)}. "
-        "Blue: whole sequences. Orange: parts of sequences that GPUs share. Empty: waiting for other GPUs, or for "
-        "parameters and gradients.</p>"
+        f"<p class=key>{escape(shown)}. Blue: whole sequences. Orange: parts of sequences that GPUs share. Empty: "
+        "waiting for other GPUs, or for parameters and gradients.</p>"
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from lengthwise.core.plan import Plan
 from lengthwise.cost import Cost
 from lengthwise.planner import score
-from lengthwise.report.figures import count, percent, seconds
+from lengthwise.report.figures import count, percent
 from lengthwise.report.tables import ColumnTable
 
 
@@ -17,13 +17,10 @@ def plan_table(
     cost: Cost,
     *,
     title: str,
-    duration: Callable[[float], str] = seconds,
-    chosen: Collection[str] = (),
+    duration: Callable[[float], str],
+    chosen: Collection[str],
 ) -> ColumnTable:
-    """Return a comparison of plans of a step, one column per planner.
-
-    chosen: which of recompute, offload and heads planners chose.
-    """
+    """Compare plans of a step, a column per planner. chosen: which of recompute, offload and heads planners chose."""
     scores = {name: score(plan, cost) for name, plan in plans.items()}
     bounds = {name: float(plan.notes["bound_seconds"]) for name, plan in plans.items()}
     rows = (
@@ -38,10 +35,6 @@ def plan_table(
     return ColumnTable(rows=rows, title=title)
 
 
-def _recomputed(plan: Plan) -> str:
-    return plan.microbatches[0].recompute  # equal in all microbatches of a plan from here
-
-
 def _offloaded(plan: Plan) -> str:
     tokens = sum(plan.tokens[i] for m in plan.microbatches if m.offload for p in m.pieces for i in p.sequences)
     return percent(tokens / sum(plan.tokens))
@@ -53,7 +46,7 @@ def _split(plan: Plan) -> str:
 
 
 _CHOICES: Mapping[str, tuple[str, Callable[[Plan], str]]] = {
-    "recompute": ("recompute", _recomputed),
+    "recompute": ("recompute", lambda plan: plan.microbatches[0].recompute),  # equal in all of a plan from here
     "offload": ("tokens offloaded", _offloaded),
     "heads": ("tokens in split heads", _split),
 }

@@ -19,7 +19,6 @@ from lengthwise.report.figures import clock
 _LIVE_SECONDS, _PLAIN_SECONDS = 0.2, 10.0  # between two lines of progress, on a terminal and elsewhere
 _SILENT_SECONDS = 2.0  # without a line, after which the phase of work is shown
 _LOOK_SECONDS = 0.25
-_BAR = 20  # characters
 _PARTS = re.compile(r"(\d+) of (\d+)")
 
 

@@ -17,6 +17,7 @@ from lengthwise.simulator.rivals import BY_WORK, PADDED_RINGS
 SCHEMA = "lengthwise.simulation/1"
 OUR_PLANNER = "lengthwise"
 MOST_MFU = 0.75  # of a device's peak: no published training exceeds it
+_TOO_HIGH = " (above what is known to be reached)"
 DETAILS_TITLE = "one step, mean of batches, each planner on its best mesh (simulated, not measured)"
 HEADS = ("", "step", "ratio", "memory", "settings")
 COLUMNS = (
@@ -187,7 +188,7 @@ def result_rows(found: Sequence[Found]) -> list[tuple[str, ...]]:
             seconds(each.percentile_seconds(50)),
             seconds(each.percentile_seconds(100)),
             count(each.tokens_per_second),
-            mfu_text(each.flops_ratio),
+            f"{percent(each.flops_ratio)}{_TOO_HIGH * (each.flops_ratio > MOST_MFU)}",
             percent(each.mean("idle_ratio")),
             percent(each.mean("exposed_ratio")),
             _gigabytes(each.most("memory_bytes")),
@@ -204,11 +205,6 @@ def _best_other(found: Found, among: Sequence[Found]) -> Found:
 
 def _gain(other: Found, ours: Found) -> Gain:
     return gain_over(other.step_seconds, ours.step_seconds)
-
-
-def mfu_text(ratio: float) -> str:
-    """Return a share of the peak, with a flag if no machine is known to reach it."""
-    return f"{percent(ratio)}{' (above what is known to be reached)' * (ratio > MOST_MFU)}"
 
 
 def _mesh_cells(found: Found) -> tuple[str, ...]:
@@ -300,10 +296,7 @@ def _figures(found: Found, best_other: Found) -> dict[str, Any]:
 
 
 def remarks(found: Sequence[Best], *, device_bytes: float, names: Mapping[str, str]) -> list[str]:
-    """Return which planners need more memory than a device has, and which have no mesh.
-
-    names: as for `LengthwiseError.render`.
-    """
+    """Return planners that need more memory than a device, or have no mesh. names: as for `LengthwiseError.render`."""
     said = []
     full = [each.planner for each in found if each.found and each.found.most("memory_bytes") > device_bytes]
     if full:
@@ -322,12 +315,6 @@ def _gigabytes(quantity_bytes: float) -> str:
     return f"{quantity_bytes / 1e9:.1f} GB"
 
 
-def our_planner(found: Sequence[Best]) -> Best:
-    """Return the planner that the others are compared with: lengthwise, or the last that has a mesh."""
-    fitting = [each for each in found if each.found is not None]
-    return next((each for each in fitting if each.planner == OUR_PLANNER), fitting[-1])
-
-
 def closing_sentences(
     found: Sequence[Best],
     devices: str,
@@ -336,18 +323,19 @@ def closing_sentences(
     not_compared: Sequence[str] = (),
     unit: str = "tokens",
 ) -> str:
-    """Return sentences on a step with our planner, and on its gain over the best other.
+    """Return sentences on a step with our planner, or the last that has a mesh, and on its gain over the best other.
 
     found: results by planner. devices: number and kind of devices. one_mesh: True if all planners had one mesh.
     not_compared: planners of the usual comparison that this one left out. unit: unit of lengths.
     """
-    best = our_planner(found)
+    fitting = [each for each in found if each.found is not None]
+    best = next((each for each in fitting if each.planner == OUR_PLANNER), fitting[-1])
     name, ours = best.planner, best.found
     assert ours is not None, f"{name} was chosen because it has a mesh"
     caveat = f"Simulated, not measured{'; lengths in bytes, not tokens' * (unit == 'bytes')}."
     step = f"On {devices} a step takes {seconds(ours.mean_seconds)} with {name}"
     step += f" ({_mesh_text(ours)}), {percent(ours.ideal_ratio)} of the ideal"
-    others = [each.found for each in found if each is not best and each.found is not None]
+    others = [each.found for each in fitting if each is not best and each.found is not None]
     if not others:
         return f"{step}. {caveat}"
     other = min(others, key=lambda each: each.mean_seconds)

@@ -23,6 +23,7 @@ from lengthwise.core.sizes import read_whole
 from lengthwise.planner.service.step_planning import StepPlanning
 from lengthwise.program import check_plan
 from lengthwise.run.callbacks import Callback, TrainResult
+from lengthwise.run.checks import prepare_job
 from lengthwise.run.folder import RunFolder
 from lengthwise.run.job import Job
 from lengthwise.run.launch import on_ranks
@@ -80,12 +81,7 @@ def train(
 
     start = read_start(run, overrides, ranks=ranks, timeout_seconds=timeout_seconds, check=check)
     work = partial(
-        train_rank,
-        start,
-        callbacks=callbacks,
-        overwrite=overwrite,
-        resume=resume,
-        accept_changes=accept_changes,
+        train_rank, start, callbacks=callbacks, overwrite=overwrite, resume=resume, accept_changes=accept_changes
     )
     with RunFolder(start.config.output).saying_what_was_saved():
         return on_ranks(work, start.ranks, gpus=start.gpus, max_restarts=max_restarts, asks_to_stop=True)
@@ -130,7 +126,7 @@ def verify(
                 return whole_batch(job, planning, read_plan(Path(plan), job, next(job.batches()).lengths))
             return whole_batch(job, planning) if full else part_of_batch(job, planning)
 
-        read = partial(start.job, one_batch=True, before_model=world.claim_device)
+        read = partial(prepare_job, start, one_batch=True, before_model=world.claim_device)
         notes = list[str]()
         try:
             job, transport = join_with(world, read, timeout_seconds=timeout_seconds, on_phase=noted, say=notes.append)
@@ -144,24 +140,24 @@ def verify(
 
 def read_plan(path: Path, job: Job, lengths: tuple[int, ...]) -> Plan:
     """Read a plan file; PlanError unless it is a plan for this batch on these ranks that this version can run."""
+    where = str(path)
     try:
         text = read_plan_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(str(path), expected="a plan file", got=str(error), remedy="Give another plan file.") from None
-    plan = Plan.from_json(text, str(path))
+        raise PlanError(where, expected="a plan file", got=str(error), remedy="Give another plan file.") from None
+    plan = Plan.from_json(text, where)
     check_plan(plan)
     job.refuse_plan(plan)
     layout = job.config.layout(job.ranks)
     if layout != "zero1" and plan.schedule["kind"] != "waves":
-        where, remedy = str(path), "Plan it with `--mode waves`, or remove `shard` from the run file."
+        remedy = "Plan it with `--mode waves`, or remove `shard` from the run file."
         expected, got = f"a plan of kind waves, for `shard: {layout}`", str(plan.schedule["kind"])
         raise PlanError(where, expected=expected, got=got, remedy=remedy)
     if job.config.offload is None and any(microbatch.offload for microbatch in plan.microbatches):
         remedy = "Add `offload` to the run file: {store: disk, path: /scratch}."
         expected, got = "a plan without offload, or `offload` in the run file", "a plan that offloads activations"
-        raise PlanError(str(path), expected=expected, got=got, remedy=remedy)
+        raise PlanError(where, expected=expected, got=got, remedy=remedy)
     if plan.ranks != job.replicas or plan.tokens != lengths:
-        where = str(path)
         expected = f"a plan for {counted(job.replicas, 'rank')} and the first batch's lengths {list(lengths[:8])}..."
         got = f"{counted(plan.ranks, 'rank')} and {list(plan.tokens[:8])}..."
         raise PlanError(where, expected=expected, got=got, remedy="Plan the lengths of the first global batch.")

@@ -116,13 +116,13 @@ class TrainResult:
     """
 
     steps: int
-    num_tokens: int
-    seconds: float
+    num_tokens: int = 0
+    seconds: float = 0.0
     first_loss: float
     last_loss: float
-    metrics: StepMetrics | None
+    metrics: StepMetrics | None = None
     parameters: int
-    stopped_by: int | None
+    stopped_by: int | None = None
     folder: Path
     skipped: int = 0
     has_trained: bool = True

@@ -9,15 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lengthwise.checkpoint import (
-    CheckpointFolder,
-    Ended,
-    RunManifest,
-    SliceWriter,
-    differences,
-    dtype_of,
-    read_slices,
-)
+from lengthwise.checkpoint import CheckpointFolder, Ended, RunManifest, SliceWriter, differences, dtype_of, read_slices
 from lengthwise.config import RunConfig
 from lengthwise.core.errors import OutputError
 from lengthwise.data.sampler import Position

@@ -21,7 +21,6 @@ from lengthwise.config import (
     MEASURE_NOTHING,
     TINY_MODEL,
     DataSource,
-    OptimizerConfig,
     RunConfig,
     TrainingSettings,
 )
@@ -32,19 +31,12 @@ from lengthwise.data.feed_dataset import FeedDataset, FeedSteps, Steps, divided,
 from lengthwise.data.load import first_rows
 from lengthwise.data.tokens import FIRST_ROWS
 from lengthwise.engine.schedule import check_steps
-from lengthwise.models import (
-    DTYPES,
-    ModelSource,
-    find_model,
-    position_limit,
-    refuse_image_files,
-    trains_on_images,
-)
+from lengthwise.models import DTYPES, ModelSource, find_model, position_limit, refuse_image_files, trains_on_images
 from lengthwise.models.stored_model import StoredModel
 from lengthwise.models.weights import holds_weights
 from lengthwise.planner import PACKED_DP
 from lengthwise.run.caching import data_cache
-from lengthwise.run.job import Job
+from lengthwise.run.job import Job, RunStart
 from lengthwise.run.resume import Resume
 from lengthwise.session.settings import check_settings, cost_of
 from lengthwise.session.stages import check_replicas
@@ -56,21 +48,16 @@ def settle(config: RunConfig, *, gpus: int) -> tuple[RunConfig, Mapping[str, str
     loads = _loads_weights(config)
     start = "LoRA" if config.lora is not None else "loaded weights" if loads else "fresh weights"
     rate = LORA_RATE if config.lora is not None else LOADED_RATE if loads else FRESH_RATE
-    optimizer, reasons = _settled_optimizer(config.optimizer, rate, loads=loads, start=start)
+    schedule = config.optimizer.schedule or ("cosine" if loads else "constant")
+    warmup = LOADED_WARMUP if loads and schedule != "constant" else 0
+    filled = {"lr": rate, "schedule": schedule, "warmup_steps": warmup}
+    filled = {key: value for key, value in filled.items() if getattr(config.optimizer, key) is None}
+    reasons = dict.fromkeys(filled, f"the default for {start}")
     if config.precision == "auto":
         reasons["precision"] = "the default on GPUs" if gpus else "the default on CPUs"
     precision = config.precision_on(gpus=gpus > 0)
+    optimizer = config.optimizer.model_copy(update=filled)
     return config.model_copy(update={"precision": precision, "optimizer": optimizer}), reasons
-
-
-def _settled_optimizer(
-    optimizer: OptimizerConfig, rate: float, *, loads: bool, start: str
-) -> tuple[OptimizerConfig, dict[str, str]]:
-    schedule = optimizer.schedule or ("cosine" if loads else "constant")
-    warmup = LOADED_WARMUP if loads and schedule != "constant" else 0
-    filled = {"lr": rate, "schedule": schedule, "warmup_steps": warmup}
-    filled = {key: value for key, value in filled.items() if getattr(optimizer, key) is None}
-    return optimizer.model_copy(update=filled), dict.fromkeys(filled, f"the default for {start}")
 
 
 def _loads_weights(config: RunConfig) -> bool:
@@ -82,14 +69,9 @@ def _loads_weights(config: RunConfig) -> bool:
 
 
 def prepare_job(
-    config: RunConfig,
+    start: RunStart,
     *,
-    ranks: int,
-    timeout_seconds: float,
-    gpus: int = 0,
-    gpu_name: str | None = None,
     resume: Resume | None = None,
-    chosen: Mapping[str, str] | None = None,
     one_batch: bool = False,
     before_model: Callable[[], None] = lambda: None,
 ) -> Job:
@@ -98,13 +80,12 @@ def prepare_job(
     one_batch: True reads only one batch of a stream. before_model: function that is called before the model's modules
     are imported or made, which may start CUDA; until then forked processes may read data.
     """
-    collector, (config, settled) = Collector(), settle(config, gpus=gpus)
+    collector, ranks, (config, settled) = Collector(), start.ranks, settle(start.config, gpus=start.gpus)
     attempt = collector.attempt
     model = attempt(lambda: _source(config))
     tokenizer = cache(lambda: load_tokenizer(config.tokenizer_name))
-    steps, known, eval_dataset = _read_data(
-        config, model, tokenizer, attempt, timeout_seconds=timeout_seconds, one_batch=one_batch
-    )
+    how: dict[str, Any] = {"timeout_seconds": start.timeout_seconds, "one_batch": one_batch}
+    steps, known, eval_dataset = _read_data(config, model, tokenizer, attempt, **how)
     positions, capacity = position_limit(model.config) if model else None, config.capacity_tokens
     attempt(lambda: check_replicas(ranks, config.stages))
     sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages, "capacity_tokens": capacity}
@@ -122,7 +103,7 @@ def prepare_job(
         attempt(lambda: check_steps(config.optimizer, steps.num_steps))
         attempt(lambda: resume and resume.check_within(steps.num_steps))
     before_model()
-    trained = attempt(partial(_check_model, config, model, gpus=gpus, ranks=ranks)) if model else None
+    trained = attempt(partial(_check_model, config, model, gpus=start.gpus, ranks=ranks)) if model else None
     collector.raise_all()
     assert model is not None, "a model that was not found must have been a problem"
     assert trained is not None, "a model that cannot be trained must have been a problem"
@@ -137,11 +118,11 @@ def prepare_job(
         steps=steps,
         eval_dataset=eval_dataset,
         tokenizer=tokenizer() if tokenizer.cache_info().currsize else None,
-        timeout_seconds=timeout_seconds,
-        gpus=gpus,
-        gpu_name=gpu_name,
+        timeout_seconds=start.timeout_seconds,
+        gpus=start.gpus,
+        gpu_name=start.gpu_name,
         resume=resume,
-        chosen=chosen or settled,
+        chosen=start.chosen or settled,
     )
 
 
@@ -154,10 +135,7 @@ def _read_data(
     timeout_seconds: float,
     one_batch: bool,
 ) -> tuple[Steps | None, Dataset | None, Dataset | None]:
-    """Return (steps of the run, rows known before the first step, eval data).
-
-    Each is None if there is none, or if it cannot be read, which `attempt` notes.
-    """
+    """Return (steps of the run, rows known before the first, eval data), None for each that is missing or wrong."""
     vocab_size = getattr(model.text, "vocab_size", None) if model else None
     stored = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
 
@@ -242,7 +220,6 @@ def session_options(config: RunConfig) -> dict[str, Any]:
 
 
 def _check_model(config: RunConfig, source: ModelSource, *, gpus: int, ranks: int) -> TrainedModel:
-    """Check that the model can be trained with these settings; return its sizes."""
     stored = stored_model(config, source)
     stored.check()
     if not (gpus and source.weights and config.shard != "zero1"):  # otherwise ranks may read their own rows

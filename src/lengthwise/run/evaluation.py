@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lengthwise.config.problems import shown
-from lengthwise.core.errors import LengthwiseError, OutputError
+from lengthwise.core.errors import OutputError
 from lengthwise.core.files import parse_json, previous_of, put_back, read_plain, whole_folder
 from lengthwise.run.callbacks import EvalMetrics, call_back
 from lengthwise.run.folder import BEST, writing
@@ -114,7 +114,7 @@ class Evaluation:
     def _keep_if_best(self, metrics: EvalMetrics, name: str) -> None:
         self._rank.engine.transport.phase = f"{name}, saving the best model"
         if any(self._rank.engine.each_rank(self._best is not None and self._best.takes(metrics.loss))):
-            with self._rank.whole_on_first():
+            with self._rank.session.whole_on_first():
                 if self._best is not None:
                     self._best.offer(metrics.step, metrics.loss, self._rank.write_model)
 
@@ -149,13 +149,10 @@ class BestModel:
                 write(folder)
                 (folder / NOTE).write_text(json.dumps(asdict(now)) + "\n", encoding="utf-8")
         except OutputError as error:
-            self._fail(error)
+            self._failures += 1
+            if self._failures >= _MOST_FAILURES:
+                raise
+            self._note(f"the best model is not saved: {error}")
         else:
             self._best, self._failures = now, 0
             self._note(f"the best evaluation so far, loss {loss:.4f} after step {step}: {self._folder}")
-
-    def _fail(self, error: LengthwiseError) -> None:
-        self._failures += 1
-        if self._failures >= _MOST_FAILURES:
-            raise error
-        self._note(f"the best model is not saved: {error}")

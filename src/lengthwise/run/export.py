@@ -25,14 +25,7 @@ from lengthwise.core.files import whole_folder
 from lengthwise.data import Tokenizer, load_tokenizer
 from lengthwise.engine.parameters import Parameters, lay_parameters
 from lengthwise.engine.slices import Sharding
-from lengthwise.models import (
-    DTYPES,
-    build_adapted,
-    copy_processor,
-    find_model,
-    save_adapter,
-    save_model,
-)
+from lengthwise.models import DTYPES, build_adapted, copy_processor, find_model, save_adapter, save_model
 from lengthwise.run.folder import CONFIG
 from lengthwise.run.resume import FOLDER, model_settings, run_settings
 

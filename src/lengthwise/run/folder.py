@@ -25,14 +25,7 @@ from safetensors import SafetensorError
 from lengthwise.checkpoint import CheckpointFolder
 from lengthwise.config import RunConfig, dump_config
 from lengthwise.core.errors import Collector, OutputError, WriteError
-from lengthwise.core.files import (
-    claim,
-    compress_plan,
-    put_back,
-    replace_file,
-    sync,
-    whole_folder,
-)
+from lengthwise.core.files import claim, compress_plan, put_back, replace_file, sync, whole_folder
 from lengthwise.core.measurements import Measurements
 from lengthwise.run.callbacks import Callback, EvalMetrics, FinishedStep, NotFinite
 from lengthwise.run.lines import COUNTED, LEDGER, LINES, METRICS, OLD_LEDGER, StepLine, lines_up_to, missing_lines

@@ -25,27 +25,35 @@ _MEASURED_RUN = 20.0  # runs longer than this many times `MEASURING_SECONDS` are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """A checked run, the same on every rank.
+class RunStart:
+    """The checked settings of a run and its machine, before its ranks read model and data.
 
-    trained: sizes of the model and its optimizer. steps: sequences of every step. gpus: number of GPUs that it uses on
-    a machine, 0 for the CPU. gpu_name: name of the first GPU. resume: checkpoint from which the run continues, or None.
-    chosen: reasons of defaults that depend on model and device, by key. sees: reads the images of rows, once the
-    session is open.
+    ranks: number of processes. gpus: number of GPUs that it uses on a machine, 0 for the CPU. gpu_name: name of the
+    first GPU. chosen: reasons of defaults that depend on model and device, by key.
     """
 
     config: RunConfig
     ranks: int
+    timeout_seconds: float
+    gpus: int = 0
+    gpu_name: str | None = None
+    chosen: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job(RunStart):
+    """A checked run, the same on every rank.
+
+    trained: sizes of the model and its optimizer. steps: sequences of every step. resume: checkpoint from which the run
+    continues, or None. sees: reads the images of rows, once the session is open.
+    """
+
     model: ModelSource
     trained: TrainedModel
     steps: Steps
     eval_dataset: Dataset | None
     tokenizer: Tokenizer | None
-    timeout_seconds: float
-    gpus: int = 0
-    gpu_name: str | None = None
     resume: Resume | None = None
-    chosen: Mapping[str, str] = field(default_factory=dict)
     sees: ReadsFiles | None = None
 
     @property

@@ -58,10 +58,7 @@ _AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def threads_of_each(ranks: int) -> int:
-    """Return the number of threads of a local rank: OMP_NUM_THREADS, or an even share of the cores.
-
-    Call it before this process sets torch's threads.
-    """
+    """Return a local rank's threads: OMP_NUM_THREADS, or a share of the cores; call it before torch's are set."""
     return torch.get_num_threads() if os.environ.get("OMP_NUM_THREADS") else max(1, (os.cpu_count() or 1) // ranks)
 
 

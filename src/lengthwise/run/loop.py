@@ -117,7 +117,7 @@ def _report(run: RankRun, planned: PlannedStep, result: StepResult, lr: float) -
 def _save(run: RankRun) -> None:
     run.engine.transport.phase = "saving the model"
     run.check_parameters()
-    with run.whole_on_first():
+    with run.session.whole_on_first():
         if not run.rank:
             with run.folder.saving() as unfinished:
                 run.write_model(unfinished)

@@ -16,13 +16,14 @@ from lengthwise.config import RunConfig
 from lengthwise.core.errors import Collector
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.run.callbacks import Callback, TrainResult, call_back
+from lengthwise.run.checks import prepare_job
 from lengthwise.run.evaluation import read_best
 from lengthwise.run.folder import RunFolder
-from lengthwise.run.job import Job
+from lengthwise.run.job import Job, RunStart
 from lengthwise.run.launch import StopRequest
 from lengthwise.run.loop import train_steps
 from lengthwise.run.node_feed import FeedRank, node_feed
-from lengthwise.run.prepared_run import RunStart, agree_on_data, join_with
+from lengthwise.run.prepared_run import agree_on_data, join_with
 from lengthwise.run.ray_feed import ray_feed
 from lengthwise.run.resume import (
     Resume,
@@ -67,7 +68,7 @@ def train_rank(
             if not world.rank:
                 options = {"overwrite": overwrite, "resume": resume, "accept_changes": accept_changes}
                 found = problems.attempt(lambda: _claim(config, stack, **options))
-            job = problems.attempt(lambda: start.job(resume=found, before_model=world.claim_device))
+            job = problems.attempt(lambda: prepare_job(start, resume=found, before_model=world.claim_device))
             problems.raise_all()
             assert job is not None, "a job that was not made must have been a problem"
             return job
@@ -106,12 +107,7 @@ def train_rank(
 
 
 def _claim(
-    config: RunConfig,
-    stack: ExitStack,
-    *,
-    overwrite: bool,
-    resume: bool | Literal["if_any"],
-    accept_changes: bool,
+    config: RunConfig, stack: ExitStack, *, overwrite: bool, resume: bool | Literal["if_any"], accept_changes: bool
 ) -> Resume | None:
     """Claim the output folder until `stack` ends; return the checkpoint to resume from, or None to begin anew."""
     folder, goes_on = RunFolder(config.output), bool(resume)
@@ -143,13 +139,9 @@ def _finished(job: Job, transport: Transport) -> TrainResult | None:
     first_loss, last_loss = resume.losses
     return TrainResult(
         steps=resume.step,
-        num_tokens=0,
-        seconds=0.0,
         first_loss=first_loss,
         last_loss=last_loss,
-        metrics=None,
         parameters=sum(math.prod(parameter.shape) for parameter in resume.manifest.parameters),
-        stopped_by=None,
         folder=job.config.output,
         skipped=resume.manifest.skipped,
     )

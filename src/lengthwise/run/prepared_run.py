@@ -7,7 +7,6 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -30,47 +29,14 @@ from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.sizes import MOST_RANKS, read_whole
 from lengthwise.data.prepared import is_prepared
 from lengthwise.profiler.place import first_gpu_name
-from lengthwise.run.checks import prepare_job, settle
-from lengthwise.run.job import Job
-from lengthwise.run.resume import Resume
+from lengthwise.run.checks import settle
+from lengthwise.run.job import Job, RunStart
 
 _LONGEST_SECONDS = 10**6  # eleven days; gloo counts milliseconds in 31 bits
 
 Result = TypeVar("Result")
 Run = RunConfig | str | Path | Mapping[str, object]
 """A run: checked settings, the path of a run file, or its values (relative paths start from the working folder)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunStart:
-    """The checked settings of a run and its machine, before its ranks read model and data.
-
-    ranks: number of processes. gpus: number of GPUs of this machine that the run uses. gpu_name: name of the first GPU.
-    chosen: reasons of defaults, by key.
-    """
-
-    config: RunConfig
-    ranks: int
-    gpus: int
-    gpu_name: str | None
-    timeout_seconds: float
-    chosen: Mapping[str, str]
-
-    def job(
-        self, *, resume: Resume | None = None, one_batch: bool = False, before_model: Callable[[], None] = lambda: None
-    ) -> Job:
-        """Read model and data, and check them; arguments are those of `prepare_job`."""
-        return prepare_job(
-            self.config,
-            ranks=self.ranks,
-            timeout_seconds=self.timeout_seconds,
-            gpus=self.gpus,
-            gpu_name=self.gpu_name,
-            resume=resume,
-            chosen=self.chosen,
-            one_batch=one_batch,
-            before_model=before_model,
-        )
 
 
 def read_start(

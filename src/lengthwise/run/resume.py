@@ -27,18 +27,8 @@ EARLIER = "model.earlier"  # a file beside it: the run was resumed, and has not 
 # Settings that may differ when a run resumes: they change where, when and how fast it trains, not what.
 FREE_SETTINGS = frozenset(
     (
-        *(
-            "capacity_tokens",
-            "planner",
-            "shard",
-            "ranks_per_node",
-            "stages",
-            "virtual",
-            "recompute",
-            "offload",
-            "heads",
-        ),
-        *("attention", "compile", "fused_layers", "experts", "loss", "overlap", "device"),
+        *("capacity_tokens", "planner", "shard", "ranks_per_node", "stages", "virtual", "recompute", "offload"),
+        *("heads", "attention", "compile", "fused_layers", "experts", "loss", "overlap", "device"),
         *("eval", "checkpoint", "save", "output", "not_finite", "report_to", "measurements"),
     )
 )
@@ -144,7 +134,6 @@ def find_resume(config: RunConfig, *, accept_changes: bool = False) -> Resume:
 
 
 def _states(optimizer: object) -> str:
-    """Describe an optimizer of a run's settings and its states."""
     try:
         known = optimizer if isinstance(optimizer, Mapping) else {}
         config = OptimizerConfig.model_validate({k: v for k, v in known.items() if v is not None})

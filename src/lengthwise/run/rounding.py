@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 TOLERANCES = {"fp64": 1e-12, "fp32": 1e-5, "bf16": 2e-3}  # in bf16 plus `FACTOR` times the effect of rounding
 SUMS_TOLERANCE = 1e-5  # for fp32 sums of bf16 gradients, which differ by 1e-7; sums in bf16 differ by 1e-3
@@ -63,8 +64,8 @@ def rounding_of(found: Mapping[str, Difference], *, precision: str = "bf16", exa
         kernels=tuple(found),
         precision=precision,
         exact=exact,
-        loss=_largest([each.loss for each in found.values()]),
-        router_loss=_largest([each.router_loss for each in found.values()]),
+        loss=reduce(_larger, (each.loss for each in found.values()), 0.0),
+        router_loss=reduce(_larger, (each.router_loss for each in found.values()), 0.0),
         gradients={name: _larger(by_kind[kind_of(name)], least) for name in names},
     )
 
@@ -88,10 +89,3 @@ def plain_kernels(first: str, *, longest: int, heads: int, layers: int, on_gpu: 
 
 def _larger(a: float, b: float) -> float:
     return a if math.isnan(a) else b if math.isnan(b) else max(a, b)
-
-
-def _largest(values: Sequence[float]) -> float:
-    largest = 0.0
-    for value in values:
-        largest = _larger(largest, value)
-    return largest

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from lengthwise.comm import Transport, World
 from lengthwise.core.errors import ConfigError, DataError
@@ -19,7 +17,6 @@ from lengthwise.core.names import counted
 from lengthwise.cost.measured import measured_cost
 from lengthwise.engine.batch import StepBatch
 from lengthwise.engine.optimizer import SlicedOptimizer
-from lengthwise.engine.parameters import Parameters
 from lengthwise.models import trained_towers
 from lengthwise.planner.service.process import PlannerProcess
 from lengthwise.profiler.rank_profiler import ProfileSettings, open_store, profile
@@ -63,11 +60,6 @@ class RankRun:
         return self.session.engine
 
     @property
-    def parameters(self) -> Parameters:
-        """The parameters on this rank."""
-        return self.optimizer.parameters
-
-    @property
     def rank(self) -> int:
         """Number of this rank."""
         return self.session.rank
@@ -89,10 +81,6 @@ class RankRun:
     def check_parameters(self) -> None:
         """Check that parameters are finite before they are evaluated or saved. Collective."""
         self.end.finite.check_parameters(self.session.steps, self.engine.each_rank(self.end.finite.largest))
-
-    def whole_on_first(self) -> AbstractContextManager[None]:
-        """Make rank 0's model whole inside the block, so that it can be written. Collective."""
-        return self.session.whole_on_first()
 
     def unseen(self, batch: StepBatch) -> Sequence[str]:
         """Return the trained parameters that no row of a batch reaches: those of towers, without an image."""
@@ -147,6 +135,7 @@ def set_up(
     end = RunStepEnd(rank=transport.rank, finite=finite, checkpoints=checkpoints)
     session.runner.end = end
     _restore(job, session, end, say)
+    towers = {id(own) for each in trained_towers(session.engine.model) for own in each.parameters()}
     rank = RankRun(
         job=job,
         session=session,
@@ -155,16 +144,11 @@ def set_up(
         folder=folder,
         stop=stop,
         callbacks=callbacks,
-        of_towers=_of_towers(session.engine.model),
+        of_towers=[name for name, each in session.engine.model.named_parameters() if id(each) in towers],
     )
     if job.measures_at_start(session.shard):
         _measure_costs(rank, world)
     return rank
-
-
-def _of_towers(model: nn.Module) -> list[str]:
-    own = {id(each) for tower in trained_towers(model) for each in tower.parameters()}
-    return [name for name, each in model.named_parameters() if id(each) in own]
 
 
 def _restore(job: Job, session: Session, end: RunStepEnd, say: Callable[[str], None]) -> None:
@@ -204,7 +188,7 @@ def _measure_costs(rank: RankRun, world: World) -> None:
         hardware=job.hardware,
         computing=engine.computing,
     )
-    offload, trained = job.config.offload, (engine.model, rank.parameters, rank.optimizer)
+    offload, trained = job.config.offload, (engine.model, rank.optimizer.parameters, rank.optimizer)
     disk = offload.path if offload is not None and offload.store == "disk" else None
     store = open_store(world.device, disk, where=f"rank {world.rank}")
     try:

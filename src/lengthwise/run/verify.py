@@ -139,12 +139,12 @@ def _compare(
     check: VerifyBatch, session: Session, world: World, on_phase: Callable[[str], None], notes: list[str]
 ) -> VerifyReport | None:
     job, batch, plan, transport = check.job, check.batch, check.plan, session.engine.transport
-    planned = _run_plan(session, job, plan, batch)
+    planned, sums = _run_plan(session, job, plan, batch)
     in_fp32 = None
     if job.config.precision == "bf16":
         exact = replace(job, config=job.config.model_copy(update={"precision": "fp32"}))
         again = _open(exact, world, transport, lambda _: None)
-        in_fp32 = _run_plan(again, exact, plan, batch, rounds_to=torch.bfloat16)
+        in_fp32, _ = _run_plan(again, exact, plan, batch, rounds_to=torch.bfloat16)
     transport.close()
     if world.rank:
         return None
@@ -164,14 +164,14 @@ def _compare(
         )
 
     return report(
-        planned.found,
+        planned,
         job.config.precision,
         notes=tuple(notes),
         uncut=None if plan.ring_tokens else _how_to_cut(job, batch),
         shared_keys=_shared_keys(job, plan),
         images=_images(job, plan, batch) if job.sees is not None else None,
-        in_fp32=None if in_fp32 is None else report(in_fp32.found, "fp32"),
-        sums=planned.sums,
+        in_fp32=None if in_fp32 is None else report(in_fp32, "fp32"),
+        sums=sums,
     )
 
 
@@ -187,14 +187,6 @@ def _shared_keys(job: Job, plan: Plan) -> tuple[int, ...]:
     shape = job.trained.shape
     groups = sorted({piece.heads for microbatch in plan.microbatches for piece in microbatch.pieces} - {1})
     return tuple(n for n in groups if shares_keys(HeadRange(part=0, parts=n), shape.heads, shape.kv_heads))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    """Results of a plan, whole on rank 0. sums: as in `VerifyReport`."""
-
-    found: Reference
-    sums: Mapping[str, float]
 
 
 class _Comparison(StepEnd):
@@ -218,8 +210,11 @@ def _open(job: Job, world: World, transport: Transport, say: Callable[[str], Non
 
 def _run_plan(
     session: Session, job: Job, plan: Plan, batch: StepBatch, *, rounds_to: torch.dtype | None = None
-) -> _Planned:
-    """Run the batch as a step of a session, and close it. rounds_to: dtype to which parameters are rounded first."""
+) -> tuple[Reference, Mapping[str, float]]:
+    """Run the batch as a step of a session, and close it; return its results, whole on rank 0.
+
+    rounds_to: dtype to which parameters are rounded first. The second result is `VerifyReport.sums`.
+    """
     dtype, transport = DTYPES[job.config.precision], session.engine.transport
     parameters, engine = session.optimizer.parameters, session.engine
     if rounds_to is not None:
@@ -238,7 +233,7 @@ def _run_plan(
     session.close()
     found = Reference(loss=result.loss, router_loss=result.router_loss or 0.0, gradients=gradients)
     on_host = {name: gradient.cpu() for name, gradient in gradients.items()} if own else {}
-    return _Planned(found=found, sums=gradient_differences(on_host, own) if own else {})
+    return found, gradient_differences(on_host, own) if own else {}
 
 
 def _add(total: Tensor, grad: Tensor) -> None:

@@ -41,18 +41,10 @@ _OWN = 6  # numbers of a rank before its digests
 
 
 class Agreement:
-    """Compares the ranks of a session.
-
-    updates: the loop's own optimizer; None in a session that only evaluates.
-    """
+    """Compares the ranks of a session. updates: the loop's own optimizer; None in a session that only evaluates."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        transport: Transport,
-        updates: LoopOptimizer | None,
-        closing: ExitStack,
-        engine: Engine,
+        self, model: nn.Module, transport: Transport, updates: LoopOptimizer | None, closing: ExitStack, engine: Engine
     ) -> None:
         self._transport, self._updates, self._model = transport, updates, model
         self._stage = None if engine.parameters is None else engine.parameters.stage
@@ -81,9 +73,6 @@ class Agreement:
             register = partial(wrapper.register_forward_hook, always_call=True)
             hook_until_closed(register, end, self._model, closing)
 
-    def _dropout_now(self) -> list[tuple[float, bool]]:
-        return [(each.p, each.training) for each in self._dropout]
-
     def _counted(self) -> dict[str, int]:
         """Return how often each parameter was changed in place, by autograd's count."""
         return {name: parameter._version for name, parameter in self._parameters.items()}
@@ -108,7 +97,8 @@ class Agreement:
                 wrong = error
         changed = {each: count - self._versions[each] for each, count in now.items() if count != self._versions[each]}
         did: dict[str, Any] = {_VALUES: changed, _MODE: self._model.training}
-        did |= {_BALANCE: asked_coefficient(self._model), _DROPOUT: self._dropout_now()}
+        did[_BALANCE] = asked_coefficient(self._model)
+        did[_DROPOUT] = [(each.p, each.training) for each in self._dropout]
         did |= {key: each if isinstance(each, str | None) else float(each) for key, each in given.items()}
         if updates is not None:
             did |= {_SLICES: (updates.edits, updates.num_weight_edits), _GROUPS: updates.arguments()}

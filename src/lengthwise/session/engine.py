@@ -75,14 +75,9 @@ class Engine:
 
     def steps(self, batches: Iterator[StepBatch], planner: StepPlanner | None = None) -> PlanAhead:
         """Plan the steps of batches ahead, the same on all ranks. planner: planner in place of the engine's own."""
-        return PlanAhead(
-            batches,
-            planner or self.planner,
-            self.transport,
-            timeout_seconds=self.timeout_seconds,
-            num_heads=self.num_heads,
-            cut=UNCUT if self.pipeline is None else self.pipeline.cut,
-        )
+        planner, cut = planner or self.planner, UNCUT if self.pipeline is None else self.pipeline.cut
+        seconds, heads = self.timeout_seconds, self.num_heads
+        return PlanAhead(batches, planner, self.transport, timeout_seconds=seconds, num_heads=heads, cut=cut)
 
     @property
     def num_parameters(self) -> int:

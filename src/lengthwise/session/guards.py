@@ -60,11 +60,7 @@ class Slice(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run operations by entry.
-
-        Raises:
-            ConfigError: another operation.
-        """
+        """Run operations by entry; refuse others."""
         del types
         name, kwargs = _name(func), kwargs or {}
         of_attribute = getattr(func, "__name__", "") in _OF_ATTRIBUTES

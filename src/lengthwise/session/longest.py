@@ -19,13 +19,7 @@ from lengthwise.setup import memory_of_settings
 def check_longest(
     engine: Engine, settings: SessionSettings, planning: StepPlanning, longest: int, *, end_bytes: float
 ) -> None:
-    """Check that a sequence of `longest` tokens fits on all ranks together. Collective.
-
-    end_bytes: bytes that the end of a step needs.
-
-    Raises:
-        DataError: it does not fit.
-    """
+    """Refuse a sequence of `longest` tokens that no plan holds. Collective. end_bytes: bytes that a step end needs."""
     fits = longest <= planning.longest_tokens
     if least(engine.transport, [float(fits)])[0]:  # ranks may differ in lengths and costs
         return

@@ -233,11 +233,7 @@ class LoopOptimizer(SlicedOptimizer):
         self.see_weights()
 
     def refuse_unpublished(self) -> None:
-        """Refuse a use of the model's own values while slices are newer.
-
-        Raises:
-            ConfigError: the loop has changed slices since they were published.
-        """
+        """Refuse a use of the model's own values while slices have newer ones, which are not published."""
         if self.has_edited_weights:
             expected = "weights that all ranks have"
             got = "changes to slices in optimizer.param_groups, which the session sends when it next runs"

@@ -101,11 +101,7 @@ class LossCheck:
         return Watched(objective=objective, own=own, others=self.others)
 
     def finish(self, evaluate: Evaluate) -> None:
-        """Refuse the loss after the step, on all ranks, if it is wrong. Collective.
-
-        Raises:
-            ConfigError: the loss is not a sum, or trains tensors outside of the model.
-        """
+        """Refuse the loss after the step, on all ranks, if it is wrong. Collective."""
         del evaluate
         if self.is_of_others:
             got = ", ".join(map(described, islice(self.others.values(), 3))) or "others, on another rank"
@@ -137,11 +133,8 @@ class SumCheck(LossCheck):
             return
         self.is_due, chosen = False, min(len(numbers), _CHECKED_TOKENS)
         numbers = numbers[np.linspace(0, len(numbers) - 1, chosen).astype(int)]
-        parts = [
-            to_device(torch.from_numpy(each), tokens.input_ids.device)
-            for each in (numbers, *np.array_split(numbers, 2))
-        ]
         device, found = tokens.input_ids.device, list[Tensor]()
+        parts = [to_device(torch.from_numpy(each), device) for each in (numbers, *np.array_split(numbers, 2))]
         before = _random_states(device)
         with torch.no_grad(), _random_states_kept(device), models_called() as self.models, suppress(Exception):
             for part in parts:  # the user's function may need more than a part has
@@ -168,11 +161,8 @@ class SumCheck(LossCheck):
         super().finish(evaluate)
         if self.found:
             whole, *halves = self._numbers()
-            got = (
-                f"{whole:g} for some tokens, {sum(halves):g} for their two halves"
-                if self.is_wrong
-                else "another value, on another rank"
-            )
+            got = f"{whole:g} for some tokens, {sum(halves):g} for their two halves"
+            got = got if self.is_wrong else "another value, on another rank"
             got = f"a run of {self.models[0]}, another model" if self.models else got
             remedy = f'Return a sum, reduction="sum" for example; the session divides it once. {_OTHER_MODELS}'
             raise ConfigError("loss", expected="the sum over a microbatch's tokens", got=got, remedy=remedy)

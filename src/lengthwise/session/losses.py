@@ -96,11 +96,7 @@ class OfOutputs:
     rows_beyond: int = 0
 
     def __call__(self, forward: ForwardPass) -> Tensor:
-        """Return the sum over the rank's tokens.
-
-        Raises:
-            ConfigError: the loss is not one number that depends on the model.
-        """
+        """Return the sum over the rank's tokens."""
         output = planned_output(forward.model, forward.planned, forward.input_ids, forward.position_ids)
         if forward.collect_router is not None:
             forward.collect_router([logits.flatten(0, -2) for logits in output.router_logits])
@@ -129,11 +125,7 @@ class OfModel:
     rows_beyond: int = 1
 
     def __call__(self, forward: ForwardPass) -> Tensor:
-        """Return this rank's part of the loss.
-
-        Raises:
-            ConfigError: the loss is not one number that depends on the model.
-        """
+        """Return this rank's part of the loss."""
         planned, device = forward.planned, forward.input_ids.device
         padding = planned.num_rows - planned.num_tokens
 
@@ -180,11 +172,7 @@ OF_MODEL = "loss of the model"  # in messages
 
 
 def own_share(model: nn.Module, batch: RowBatch, normalizer: float) -> ComputeLoss:
-    """Return the model's own loss as a `ComputeLoss` that keeps all its parts.
-
-    Raises:
-        ConfigError: it does not take the normalizer, or the rows' weights.
-    """
+    """Return the model's own loss as a `ComputeLoss` that keeps all its parts."""
     whole: Any = whole_model(model)
     if batch.is_weighed:
         expected = "rows without weights: a forward, forward hook or loss_function of your own does not get them"
@@ -232,11 +220,7 @@ _IN_GRAPH = "Return the sum over the tokens, in the graph of the outputs: no .it
 def one_number(
     what: str, found: object, device: torch.device, *, of: str = "the model's outputs", remedy: str = _IN_GRAPH
 ) -> Tensor:
-    """Return the result of a loop's function as a tensor (), on the device.
-
-    Raises:
-        ConfigError: it is not one number, or has no gradient while gradients are recorded.
-    """
+    """Return a loop function's result as a tensor (), on the device; refuse others, and one that lacks a gradient."""
     got = None  # `shown` would read a tensor's value, which waits for the device
     if isinstance(found, Tensor):
         needs = torch.is_grad_enabled() and not found.requires_grad
@@ -244,9 +228,8 @@ def one_number(
             return found.reshape(()).to(device)
         got = f"{str(found.dtype).removeprefix('torch.')} of {tuple(found.shape)}"
         got += " on the meta device" if found.is_meta else f", which does not depend on {of}" if needs else ""
-    raise ConfigError(
-        what, expected=f"a tensor of one number, computed from {of}", got=got or shown(found), remedy=remedy
-    )
+    expected = f"a tensor of one number, computed from {of}"
+    raise ConfigError(what, expected=expected, got=got or shown(found), remedy=remedy)
 
 
 def leaves_beside(loss: Tensor, given: Collection[Any]) -> list[Tensor]:

@@ -93,11 +93,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
 
 
 def check_kinds(**given: object) -> None:
-    """Check arguments, given by name, against `KINDS`.
-
-    Raises:
-        ConfigError, Problems: some are of another kind; one message has all.
-    """
+    """Check arguments, given by name, against `KINDS`; one message has all problems."""
     raise_problems(
         [
             ConfigError(name, expected=KINDS[name][1], got=shown(value), remedy=f"Correct {name}.")
@@ -119,11 +115,7 @@ def shown(value: object) -> str:
 
 
 def refuse_modes(what: str, cast: torch.dtype | None) -> None:
-    """Refuse to train inside a block without gradients or with fp16. cast: dtype of mixed precision, None without it.
-
-    Raises:
-        ConfigError: torch records no gradients, or casts to fp16.
-    """
+    """Refuse to train inside a block without gradients or with fp16. cast: dtype of mixed precision, or None."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         got = "torch.inference_mode" if torch.is_inference_mode_enabled() else "torch.no_grad"
         remedy = "Call it outside of that block, or use evaluate."

@@ -46,11 +46,7 @@ def num_words(model: Any) -> int:
 
 
 def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> torch.dtype:
-    """Check a model; return the dtype of most entries that train, or of all if it does not train.
-
-    Raises:
-        ModelRefused, Problems: a session cannot run it.
-    """
+    """Check a model, all problems in one message; return the dtype of most entries that train, or of all."""
     where, problems = f"model {type(model).__name__}", list[LengthwiseError]()
 
     def refuse(expected: str, got: str, remedy: str) -> None:
@@ -89,11 +85,7 @@ def check_session_model(model: Any, recompute: str, *, trains: bool = True) -> t
 
 
 def check_trained_dtype(model: nn.Module) -> None:
-    """Check the dtypes of the trainable parameters, if there are any yet.
-
-    Raises:
-        ModelRefused: a session cannot train them.
-    """
+    """Check the dtypes of the trainable parameters, if there are any yet."""
     if dtypes := _dtypes(model, trains=True):
         raise_problems(_problems_of_dtypes(f"model {type(model).__name__}", dtypes))
 
@@ -149,11 +141,7 @@ def towers_sentence(model: Any) -> str | None:
 
 
 def refuse_balance(model: Any, what: str) -> None:
-    """Refuse a model with a balance loss of routers, which this loss would not count.
-
-    Raises:
-        ModelRefused: the model has one.
-    """
+    """Refuse a model with a balance loss of routers, which this loss would not count."""
     if has_balance_loss(model.config):
         remedy = "Set output_router_logits to False in the model's config, or use loss=."
         got = f"{type(model).__name__} with output_router_logits"

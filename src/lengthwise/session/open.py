@@ -62,11 +62,7 @@ def open_session(
     ranks: SessionRanks | None,
     closing: ExitStack,
 ) -> Opened:
-    """Open a session with the arguments of `Session`. Collective. closing: stack that runs when the session ends.
-
-    Raises:
-        LengthwiseError: see `Session`.
-    """
+    """Open a session with the arguments of `Session`. Collective. closing: stack that runs when the session ends."""
     known: dict[str, Any] = {"lengths": lengths, "batch_tokens": batch_tokens}
     settings = check_settings(model, optimizer, given, seed=seed, timeout_seconds=timeout_seconds, **known)
     ranks = ranks or join_ranks(settings.device, timeout_seconds, closing)
@@ -95,11 +91,7 @@ def open_session(
 
 
 def _cost(settings: SessionSettings, ranks: SessionRanks) -> Cost:
-    """Return the costs of this rank; rank 0 says if they are another device's. Collective.
-
-    Raises:
-        ConfigError, Problems: a rank cannot read the file of measurements; raised on all ranks.
-    """
+    """Return the costs of this rank; rank 0 says if they are another device's. Collective."""
     problems, transport = Collector(), ranks.transport
     found = problems.attempt(lambda: cost_of(settings, transport.world_size))
     raise_together(transport, problems.problems)
@@ -188,7 +180,7 @@ def _lay(
         dtype=dtype,
         autocast=settings.autocast,
         seed=settings.seed,
-        offload=settings.offload,
+        offload=asked.offload,
         layers=choose_layers(text, computing, device, transport, dtype=dtype, say=say, wrap=settings.model),
     )
     closing.callback(engine.close)

@@ -30,9 +30,6 @@ def check_optimizer(optimizer: Any, model: nn.Module, *, offloads: bool = False,
     """Check a loop's optimizer; return the torch optimizer inside a library's wrap.
 
     is_given: True if the loop gave the model, too; if not, only the session can make the optimizer.
-
-    Raises:
-        ConfigError, Problems: it cannot be sharded or offloaded, or its parameters are not the model's trainable ones.
     """
     if not is_given:
         expected, remedy = "values of a run file's optimizer, for a StoredModel", 'Give {"name": "adamw"}.'

@@ -60,11 +60,7 @@ class SessionPlanning:
         return float(plan.notes["predicted_seconds"]) + self.chunked.cost.step_end_seconds(self.chunked.ranks)
 
     def plan(self, engine: Engine, batch: StepBatch, name: str, loss: LossKind) -> PlannedStep:
-        """Plan a batch for a loss. Collective. name: the step's name in messages.
-
-        Raises:
-            MemoryShortage: whole logits of 128 tokens do not fit.
-        """
+        """Plan a batch for a loss. Collective. name: the step's name in messages."""
         planning, process = self.of(loss), self.process
         return engine.planned(batch, name, process and (lambda batch: self._plan(process, planning, batch, loss)))
 

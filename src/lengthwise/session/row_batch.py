@@ -72,9 +72,8 @@ class RowBatch(StepBatch):
                 ids, labels, others, images = _read(row, f"sequence {number}")
                 for name, each in ((_IDS, ids), (_LABELS, labels)):
                     if each is not None and int(each.max()) >= num_words:
-                        raise _wrong(
-                            f"sequence {number}, {name}", f"ids below the model's {num_words}", f"{each.max()}"
-                        )
+                        where = f"sequence {number}, {name}"
+                        raise _wrong(where, f"ids below the model's {num_words}", f"{each.max()}")
                 refuse_placeholders(ids, placeholders, f"sequence {number}, {_IDS}")
                 self._read_images(number, ids, images, reader)
             except DataError as error:
@@ -165,9 +164,7 @@ def _listed(rows: Any) -> Sequence[Row]:
 def _refuse_unequal(columns: Mapping[str, Sequence[Tensor]]) -> None:
     problems = [
         _wrong(
-            f"sequence {number}, {name}",
-            f"{tuple(first.shape[1:])} a token, as sequence 0",
-            f"{tuple(each.shape[1:])}",
+            f"sequence {number}, {name}", f"{tuple(first.shape[1:])} a token, as sequence 0", f"{tuple(each.shape[1:])}"
         )
         for name, (first, *others) in columns.items()
         for number, each in enumerate(others, 1)
@@ -200,12 +197,8 @@ def _read(row: Row, where: str) -> tuple[np.ndarray, np.ndarray | None, dict[str
     kept = _kept(tensors.pop(_MASK, None), len(ids), where)
     positions = tensors.pop(_POSITIONS, None)
     if positions is not None and not torch.equal(positions[kept].long(), torch.arange(kept.stop - kept.start)):
-        raise _wrong(
-            f"{where}, {_POSITIONS}",
-            "0, 1, 2, ...: one sequence per row",
-            "others",
-            "Give every sequence a row of its own.",
-        )
+        remedy = "Give every sequence a row of its own."
+        raise _wrong(f"{where}, {_POSITIONS}", "0, 1, 2, ...: one sequence per row", "others", remedy)
     labels = tensors.pop(_LABELS, None)
     given = None if labels is None else _whole(labels, f"{where}, {_LABELS}", least=NO_LOSS)[kept]
     return ids[kept], given, {name: values[kept] for name, values in tensors.items()}, images
@@ -258,11 +251,8 @@ def _kept(mask: Tensor | None, length: int, where: str) -> slice:
         return slice(0, length)
     kept = torch.nonzero(mask.reshape(-1)).flatten()
     if not len(kept) or int(kept[-1]) - int(kept[0]) + 1 != len(kept):
-        raise _wrong(
-            f"{where}, {_MASK}",
-            "one run of tokens without padding inside",
-            f"{len(kept)} of {length} tokens, apart",
-        )
+        got = f"{len(kept)} of {length} tokens, apart"
+        raise _wrong(f"{where}, {_MASK}", "one run of tokens without padding inside", got)
     return slice(int(kept[0]), int(kept[-1]) + 1)
 
 

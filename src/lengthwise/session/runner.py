@@ -94,11 +94,7 @@ class StepEnd:
         """Receive the numbers of all ranks."""
 
     def accepts(self, step: int, what: str, value: float, sequences: Sequence[int]) -> bool:
-        """Return whether the step may go on to its update: whether a value of it is finite.
-
-        Raises:
-            NumericError: it is not.
-        """
+        """Return whether the step may go on to its update: whether a value of it is finite."""
         del sequences
         refuse_not_finite(f"step {step}, {what}", value)
         return True
@@ -140,18 +136,16 @@ class StepRunner:
         self.steps, self.grad_norm, ids = self.steps + 1, None, planned.batch.ids
         step, parameters, transport = self.steps, self.engine.parameters, self.engine.transport
         assert parameters is not None, "only sessions that train run backward"
-        ranks, result = self._run(
-            planned, objective, name or f"step {step}", train=True, before=before, loss=loss, check=check
-        )
+        name, how = name or f"step {step}", {"before": before, "loss": loss, "check": check}
+        ranks, result = self._run(planned, objective, name, train=True, **how)
         self.writer.settle([rank.saving for rank in ranks])
         self.end.receive(step, ranks)
-        if self.end.accepts(step, "loss", result.loss, ids) and self.end.accepts(
-            step, "router loss", result.router_loss or 0.0, ids
-        ):
+        balance = result.router_loss or 0.0
+        if self.end.accepts(step, "loss", result.loss, ids) and self.end.accepts(step, "router loss", balance, ids):
             with reporting_update(transport):
                 norm = reduce_gradients(parameters, transport)
             self.grad_norm = norm if self.end.accepts(step, "norm of the gradient", norm, ids) else None
-        self._finish(check, name or f"step {step}")
+        self._finish(check, name)
         return replace(result, grad_norm=self.grad_norm)
 
     def evaluate(
@@ -214,11 +208,7 @@ def share_record(transport: Transport, own: Numbers) -> list[Numbers]:
 
 
 def refuse_not_finite(where: str, value: float) -> None:
-    """Refuse a value that is NaN or infinite.
-
-    Raises:
-        NumericError: it is.
-    """
+    """Refuse a value that is NaN or infinite."""
     if not math.isfinite(value):
         remedy = "Look at the step's sequences and the learning rate; no update was made."
         raise NumericError(where, expected="a finite number", got=f"{value}", remedy=remedy)
@@ -236,13 +226,9 @@ def first_step_sentence(step: StepResult, planning: StepPlanning, *, on_gpus: bo
     expected = f"predicted {seconds(predicted)} (forward and backward only)"
     expected = expected if is_timed else "mostly overhead with so little work"
     took = f"took {seconds(step.step_seconds)}, {expected}"
-    return f"{said}, {took}{_shared_sentence(step, is_timed=is_timed)}{_balance_sentence(step)}"
-
-
-def _balance_sentence(step: StepResult) -> str:
-    if step.router_loss is None:
-        return ""
-    return "; the routers' balance loss is that of all tokens of the step, not a mean of microbatches"
+    balance = "; the routers' balance loss is that of all tokens of the step, not a mean of microbatches"
+    balance = "" if step.router_loss is None else balance
+    return f"{said}, {took}{_shared_sentence(step, is_timed=is_timed)}{balance}"
 
 
 def _shared_sentence(step: StepResult, *, is_timed: bool) -> str:

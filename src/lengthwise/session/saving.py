@@ -146,11 +146,7 @@ def saves_adapters_alone(model: nn.Module) -> bool:
 
 
 def write_model(model: nn.Module, folder: Path) -> None:
-    """Write a model, or peft's adapters, as `save_pretrained` does.
-
-    Raises:
-        OutputError: the folder cannot be written.
-    """
+    """Write a model, or peft's adapters, as `save_pretrained` does."""
     given: Any = model
     if folder.is_file():
         remedy = "Give another path."

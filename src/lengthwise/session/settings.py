@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lengthwise.config import OffloadConfig, OptimizerConfig, TrainingSettings
+from lengthwise.config import OptimizerConfig, TrainingSettings
 from lengthwise.config.together import broken
 from lengthwise.core.errors import Collector, ConfigError
 from lengthwise.core.plan import RECOMPUTE_KINDS
@@ -40,13 +40,7 @@ from lengthwise.session.capacity import measured_of
 from lengthwise.session.engine import Engine
 from lengthwise.session.keywords import SectionKeywords, SessionKeywords, keyword_problems, read_keywords
 from lengthwise.session.misuse import check_kinds
-from lengthwise.session.model import (
-    PRECISIONS,
-    can_share_prefixes,
-    check_session_model,
-    hugging_face_model,
-    num_words,
-)
+from lengthwise.session.model import PRECISIONS, can_share_prefixes, check_session_model, hugging_face_model, num_words
 from lengthwise.session.optimizers import check_optimizer
 from lengthwise.session.planning import SessionPlanning, for_whole_logits
 from lengthwise.setup import TrainedModel, memory_of_settings, offload_of
@@ -83,11 +77,6 @@ class SessionSettings:
     lengths: Sequence[int] = ()
     batch_tokens: int = _MOST_TOKENS
     shares_prefixes: bool = False
-
-    @property
-    def offload(self) -> OffloadConfig | None:
-        """Settings of activation offloading."""
-        return self.asked.offload
 
     @property
     def on_gpus(self) -> bool:
@@ -131,13 +120,10 @@ def check_settings(
     lengths: Sequence[int] = (),
     batch_tokens: int | None = None,
 ) -> SessionSettings:
-    """Check the arguments of a session; return its settings.
+    """Check the arguments of a session, all problems in one message; return its settings.
 
     model: a Hugging Face model, peft's wrap of one, or a `StoredModel`. optimizer: a torch optimizer, a run file's
     section or its values; None to only evaluate. given: the unchecked keywords.
-
-    Raises:
-        ConfigError, ModelRefused, Problems: something does not work; one message has all problems.
     """
     stored: StoredModel | None = model if isinstance(model, StoredModel) else None
     whole: Any = model
@@ -246,13 +232,7 @@ def _trained_model(text: nn.Module, optimizer: Any, asked: SessionKeywords, stor
 
 
 def cost_of(settings: SessionSettings, ranks: int) -> tuple[Cost, str | None]:
-    """Return the costs for planning, and a note if they are those of another device.
-
-    They are given, read from measurements, or estimated for the device.
-
-    Raises:
-        ConfigError, Problems: the file of measurements cannot be read, or is of another model or machine.
-    """
+    """Return the costs: given, measured, or estimated for the device; and a note if they are another device's."""
     asked, trained, device = settings.asked, settings.trained, settings.device
     measurements, precision = asked.measurements, PRECISIONS[settings.dtype]
     if isinstance(measurements, Cost):
@@ -292,7 +272,7 @@ def planning_of(
         cost,
         capacities,
         measured=measured,
-        offload=offload_of(settings.offload),
+        offload=offload_of(asked.offload),
         planner=asked.planner,
         heads=asked.heads,
         context_tokens=max(settings.lengths, default=None),

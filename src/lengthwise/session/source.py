@@ -83,9 +83,8 @@ class PlanAhead:
             plans = self._exchanged(name)
             batches = [self._wait_for(self._making.popleft(), name)[0] for _ in plans]
             found = [None if batch is None else batch.identity for batch in batches]
-            agree(
-                self._transport, json.dumps([plans, found]).encode(), f"plans and sequences from {name} on", _SAME_ROWS
-            )
+            made = json.dumps([plans, found]).encode()
+            agree(self._transport, made, f"plans and sequences from {name} on", _SAME_ROWS)
             for plan, batch in zip(plans, batches, strict=True):
                 if plan is None or batch is None:
                     self._ended = True
@@ -103,18 +102,14 @@ class PlanAhead:
                 made = self._made(name)
             except Exception as raised:  # noqa: BLE001 - the iterator is the loop's; others would wait
                 error = raised
-        problems = _problems_of(error, name)
-        message = {
-            "plans": made,
-            "problems": [(problem.where, problem.expected, problem.got, problem.remedy) for problem in problems],
-        }
-        sent = json.loads(broadcast_bytes(self._transport, json.dumps(message).encode()))
-        if sent["problems"]:
+        problems = [(each.where, each.expected, each.got, each.remedy) for each in _problems_of(error, name)]
+        plans, wrong = json.loads(broadcast_bytes(self._transport, json.dumps([made, problems]).encode()))
+        if wrong:
             self._making.popleft()  # a loop that goes on gets the next one
         if error is not None:
             raise error
-        raise_problems([PlanError(where, expected=one, got=got, remedy=do) for where, one, got, do in sent["problems"]])
-        return sent["plans"]
+        raise_problems([PlanError(where, expected=one, got=got, remedy=do) for where, one, got, do in wrong])
+        return plans
 
     def close(self) -> None:
         """Stop planning ahead; the planner stays usable."""

@@ -28,9 +28,6 @@ def join_stages(model: nn.Module, transport: Transport, stages: int, *, reads: b
     """Return the mesh of stages and replicas. Collective.
 
     reads: True if every stage reads its values later; if not, the ranks of the first replica must have the same values.
-
-    Raises:
-        ConfigError: the ranks are not a multiple of the stages, or a rank of the first replica has no or other values.
     """
     check_replicas(transport.world_size, stages)
     mesh = Mesh(transport, stages)
@@ -40,9 +37,7 @@ def join_stages(model: nn.Module, transport: Transport, stages: int, *, reads: b
     if share_numbers(transport, [float(is_empty)]).any():
         expected = f"a model with values on ranks 0 to {stages - 1}, the stages of the first replica"
         raise ConfigError("model", expected=expected, got="one on the meta device", remedy="Load it there.")
-    sizes = [
-        0.0 if mesh.replica else float(parameter.detach().double().abs().sum()) for parameter in model.parameters()
-    ]
+    sizes = [0.0 if mesh.replica else float(each.detach().double().abs().sum()) for each in model.parameters()]
     of_stages = share_numbers(transport, sizes)[:stages]
     if not torch.allclose(of_stages, of_stages[:1], rtol=1e-9, atol=0.0, equal_nan=True):
         expected = f"a model with the same values on ranks 0 to {stages - 1}, the stages of the first replica"

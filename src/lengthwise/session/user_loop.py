@@ -118,10 +118,8 @@ def _convert_nothing(module: nn.Module, convert: Callable[[Tensor], Tensor], rec
         sample = torch.empty(0, dtype=each.dtype, device=each.device)
         found = convert(sample)
         if (found.dtype, found.device) != (sample.dtype, sample.device):
-            raise ModelRefused(
-                f"model {type(module).__name__}",
-                expected=f"{each.dtype} on {each.device}, as the session took it",
-                got=f"a conversion to {found.dtype} on {found.device}",
-                remedy="Convert and move a model before its session, or after (trainer.)session.close().",
-            )
+            expected = f"{each.dtype} on {each.device}, as the session took it"
+            got = f"a conversion to {found.dtype} on {found.device}"
+            remedy = "Convert and move a model before its session, or after (trainer.)session.close()."
+            raise ModelRefused(f"model {type(module).__name__}", expected=expected, got=got, remedy=remedy)
     return module

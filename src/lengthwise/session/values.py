@@ -109,9 +109,8 @@ class ValuesOfTokens:
         if not is_one or needs or not values.dim() or len(values) != len(input_ids):
             expected = f"one value per token, ({len(input_ids)},) or ({len(input_ids)}, k)"
             remedy = "Return one value per token, not their sum; `combine` sums them."
-            raise ConfigError(
-                "values", expected=expected, got=f"{shown(values)}{', without a gradient' * needs}", remedy=remedy
-            )
+            got = f"{shown(values)}{', without a gradient' * needs}"
+            raise ConfigError("values", expected=expected, got=got, remedy=remedy)
         if self.weights is None:
             return self._gather(tokens, values)
         wide = values.to(torch.promote_types(values.dtype, torch.float32))
@@ -123,11 +122,7 @@ class ValuesOfTokens:
 
 
 def refuse_dropout(model: nn.Module) -> None:
-    """Refuse a model with dropout, whose two passes would differ.
-
-    Raises:
-        ModelRefused: it has dropout.
-    """
+    """Refuse a model with dropout, whose two passes would differ."""
     if has_dropout(model) and model.training:
         remedy = "Set the model's dropout to 0."
         raise ModelRefused("dropout", expected="0, because the model runs twice", got="more", remedy=remedy)
@@ -163,7 +158,6 @@ def combined(gathered: Gathered, sums: Tensor, combine: Combine, model: nn.Modul
     leaf = sums.detach().requires_grad_()
     with torch.enable_grad():
         loss = combine(gathered.handed_on(leaf))  # type: ignore[arg-type] - which of the two, `per` says
-        loss = one_number(
-            "combine", loss, leaf.device, of="the values", remedy="Return the mean or sum over sequences."
-        )
+        remedy = "Return the mean or sum over sequences."
+        loss = one_number("combine", loss, leaf.device, of="the values", remedy=remedy)
     return loss.item(), gradients_by("combine", loss, (leaf,), model)[0]

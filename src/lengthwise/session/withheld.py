@@ -41,11 +41,7 @@ class WithheldGradients:
         self.reached.add(name)
 
     def begin(self) -> None:
-        """Prepare a backward of the session.
-
-        Raises:
-            ConfigError: the loop has hooks that would see parts of a gradient.
-        """
+        """Prepare a backward of the session; refuse the loop's hooks, which would see parts of a gradient."""
         refuse_hooks(self.own)
         self.reached.clear()
 
@@ -66,11 +62,7 @@ class WithheldGradients:
                 parameter.grad = shown
 
     def cleared(self, names: Collection[str]) -> Iterator[str]:
-        """Yield those of these parameters whose gradients the loop has set to None.
-
-        Raises:
-            ConfigError: the loop gave a parameter another gradient.
-        """
+        """Yield those of these parameters whose gradients the loop has set to None; refuse others that it has set."""
         for name, parameter, withheld in self._withheld:
             found = parameter.grad
             if found is None and name in names:
@@ -86,9 +78,6 @@ def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
     """Refuse the loop's hooks on accumulated gradients.
 
     They would see the gradient of one microbatch on one rank, and the sum over the ranks may have begun.
-
-    Raises:
-        ConfigError: a parameter has such a hook.
     """
     for name, parameter in parameters.items():
         hooks = (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()

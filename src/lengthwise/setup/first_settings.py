@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from lengthwise.config import TrainingSettings
+from lengthwise.config import LORA_RATE, TrainingSettings
 from lengthwise.core.errors import ConfigError, MemoryShortage
 from lengthwise.core.names import counted
 from lengthwise.core.shape import ModelShape
@@ -18,7 +18,6 @@ from lengthwise.cost import Hardware, StepMemory, all_terms_cost, recompute_capa
 from lengthwise.cost.shard_choice import LORA_RANK, lora_params, more_ranks
 from lengthwise.setup.resolve import Machine, TrainedModel, memory_of_settings, resolve
 
-_LORA_RATE = 2e-4
 _RATES = ((3e9, 2e-5), (2e10, 1e-5), (float("inf"), 5e-6))  # of whole models, by parameters below
 
 
@@ -65,7 +64,7 @@ def first_settings(
                 adapters=adapters,
                 quantization=model.quantization,
                 shard=laid.shard,
-                learning_rate=_LORA_RATE if adapters else next(rates),
+                learning_rate=LORA_RATE if adapters else next(rates),
                 capacities=capacities,
                 state_bytes=_kept(laid),
                 whole_bytes=min(_kept(whole), _kept(replace(whole, shard="zero3"))),

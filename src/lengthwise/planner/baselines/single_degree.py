@@ -36,16 +36,10 @@ class SingleDegree:
 def plan_single_degree(request: PlanRequest) -> list[Microbatch]:
     """Plan one step with all sequences cut by the degree that ends first."""
     degrees = _degrees(request)
-    waiting = [(bound, degree, False) for degree, bound in _rough_bounds(request, degrees).items()]
-    heapq.heapify(waiting)
     best: SingleDegree | None = None
-    while waiting:
-        bound, degree, is_exact = heapq.heappop(waiting)
+    for bound, degree in sorted((least_seconds(request, degree), degree) for degree in degrees):
         if best is not None and bound > best.makespan_seconds:
             break
-        if not is_exact:
-            heapq.heappush(waiting, (least_seconds(request, degree), degree, True))
-            continue
         tried = schedule_at(request, degree)
         if best is None or (tried.makespan_seconds, degree) < (best.makespan_seconds, best.degree):
             best = tried
@@ -73,7 +67,15 @@ def refuse_cut(tokens: Sequence[int], held_tokens: int) -> None:
 
 def least_seconds(request: PlanRequest, degree: int) -> float:
     """Return a lower bound of the makespan at one degree: all work shared evenly, or the longest sequence."""
-    return _bound_from(request, degree, _seconds_together(request, degree))
+    cost, cluster = request.cost, request.cluster
+    whole = cost.without_copies()
+    together_seconds = whole.piece_seconds(request.lengths, degree) - whole.hops_seconds(degree)
+    groups = cluster.ranks // degree
+    launch = cost.fixed_seconds + cost.hops_seconds(degree)
+    capacity = degree * cluster.capacity_tokens
+    num_packs = -(-int(np.minimum(request.lengths, capacity).sum()) // capacity)  # a longer sequence is a pack
+    longest = request.most_compute_seconds / degree
+    return max((together_seconds + num_packs * launch) / groups, longest + launch) * (1 - 1e-12)
 
 
 def _degrees(request: PlanRequest) -> range:
@@ -81,27 +83,6 @@ def _degrees(request: PlanRequest) -> range:
     least, ranks = int(request.fewest_degrees.max()), request.cluster.ranks
     without = -(-max(request.tokens) // request.cluster.capacity_tokens)
     return range(least, without if least < without <= ranks else ranks + 1)
-
-
-def _rough_bounds(request: PlanRequest, degrees: range) -> dict[int, float]:
-    """Return a lower bound of the makespan at each degree, from arithmetic alone."""
-    alone = float(request.cost.compute_seconds(request.lengths).sum())
-    return {d: _bound_from(request, d, alone / d) for d in degrees}
-
-
-def _seconds_together(request: PlanRequest, degree: int) -> float:
-    cost = request.cost.without_copies()
-    return cost.piece_seconds(request.lengths, degree) - cost.hops_seconds(degree)
-
-
-def _bound_from(request: PlanRequest, degree: int, together_seconds: float) -> float:
-    cost, cluster = request.cost, request.cluster
-    groups = cluster.ranks // degree
-    launch = cost.fixed_seconds + cost.hops_seconds(degree)
-    capacity = degree * cluster.capacity_tokens
-    num_packs = -(-int(np.minimum(request.lengths, capacity).sum()) // capacity)  # a longer sequence is a pack
-    longest = request.most_compute_seconds / degree
-    return max((together_seconds + num_packs * launch) / groups, longest + launch) * (1 - 1e-12)
 
 
 def schedule_at(request: PlanRequest, degree: int) -> SingleDegree:

@@ -11,19 +11,20 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from operator import attrgetter, sub
+from operator import add, itemgetter, sub
 
 from lengthwise.core.held import held_at_most, held_tokens, rounding_tokens
 from lengthwise.core.plan import Microbatch, Piece
-from lengthwise.planner.problem.effort import CHANGE_SECONDS
+from lengthwise.planner.problem.effort import CHANGE_SECONDS, FAR
 from lengthwise.planner.problem.request import PlanRequest
 from lengthwise.planner.problem.step_lengths import NEARLY
 from lengthwise.program.ring_order import interval_microbatch
 
 MOST_WORK = 300  # sequences x ranks; above it rules level better than tries
-_ROUNDS = 3  # each from the best so far, and from rings over all ranks
-_TRIES = 1_500  # per round and start
-_PLACED = 12_000  # pieces placed per round and start: fewer tries if there are more than eight pieces
+_RUNS = 6  # at most, in turn from the best so far and from rings over all ranks; enough are this many without a gain:
+_VAIN = 3
+_TRIES = 1_500  # per run
+_PLACED = 12_000  # pieces placed per run: fewer tries if there are more than eight pieces
 _PATIENCE = 900  # tries without a better plan, after which a run ends
 _WARMTH = 0.04  # share of the makespan that a change may cost at first
 
@@ -49,9 +50,12 @@ def anneal(request: PlanRequest, microbatches: Sequence[Microbatch], makespan_se
     """Improve a plan of intervals by trying changes; return it unchanged if none helps."""
     search = Annealing(request)
     best = search.place([(piece.degree, piece.sequences) for each in microbatches for piece in each.pieces])
-    for _ in range(_ROUNDS):
-        layouts = best, search.run(best.state), search.run(search.all_in_rings())
-        best = min(layouts, key=attrgetter("makespan_seconds"))
+    vain = 0
+    for number in range(_RUNS):
+        if vain == _VAIN or best.makespan_seconds <= request.bound_seconds * FAR:
+            break
+        found = search.run(search.all_in_rings() if number % 2 else best.state)
+        best, vain = (found, 0) if found.makespan_seconds < best.makespan_seconds else (best, vain + 1)
     return _write(best, request) if best.makespan_seconds < makespan_seconds * (1 - NEARLY) else list(microbatches)
 
 
@@ -65,13 +69,12 @@ class Annealing:
         self.choose = random.Random(0)  # noqa: S311 - nothing secret, and the same everywhere
         self._at_speed = cache(request.cost.at_speed)
         self._priced, self.fits = cache(self._price), cache(self._do_fit)
-        self._placed: dict[tuple[Cut, ...], Placement] = {}
 
     def run(self, state: State) -> Placement:
         """Try changes; return the best placement seen."""
         current = best = self.place(state)
         found = 0
-        allowed = self.request.planning_seconds / (2 * _ROUNDS * CHANGE_SECONDS * len(self.request.tokens))
+        allowed = self.request.planning_seconds / (_RUNS * CHANGE_SECONDS * len(self.request.tokens))
         tries = int(min(_TRIES, _PLACED // len(state), allowed))
         for number in range(tries):
             changed = self.change(current.state)
@@ -79,7 +82,7 @@ class Annealing:
                 continue
             warmth = _WARMTH * (1 - number / tries) ** 2
             allowed = current.compared_seconds * (1 - warmth * math.log(1 - self.choose.random()))
-            layout = self.place(changed, allowed, current)
+            layout = self.place(changed, allowed)
             if layout.compared_seconds <= allowed:
                 current = layout
                 if layout.makespan_seconds < best.makespan_seconds:
@@ -136,28 +139,21 @@ class Annealing:
         new[min(place, len(new)) : 0] = dealt
         return new
 
-    def place(self, state: State, allowed: float = math.inf, like: Placement | None = None) -> Placement:
-        """Place the pieces of a state in order, as long as it may compare within `allowed`; tries often repeat.
-
-        like: another placement, whose first pieces may be the same ones.
-        """
-        key = tuple(state)
-        if key in self._placed:
-            return self._placed[key]
-        free, beside = [0.0] * self.ranks, [(0, -1)] * self.ranks
-        pieces = [] if like is None else like.pieces[: _alike(state, like.state)]
-        for (degree, _), (first, end, leaves) in zip(state, pieces, strict=False):
-            free[first : first + degree], beside[first : first + degree] = [end] * degree, [leaves] * degree
-        rest = [(piece, self._priced(piece)) for piece in state[len(pieces) :]]
-        left = sum(least for _, (*_, least) in rest)  # rank-seconds, at least, of those that are not placed yet
-        last = max(free)
-        for (degree, _), (took, tokens, room, least) in rest:
+    def place(self, state: State, allowed: float = math.inf) -> Placement:
+        """Place the pieces of a state in order, as long as it may compare within `allowed`."""
+        free, beside, pieces = [0.0] * self.ranks, [(0, -1)] * self.ranks, list[tuple[int, float, Beside]]()
+        rest = list(map(self._priced, state))
+        left = sum(map(itemgetter(3), rest))  # rank-seconds, at least, of those that are not placed yet
+        last = 0.0
+        for (degree, _), (took, tokens, room, least) in zip(state, rest, strict=True):
             mean = (sum(free) + left) / self.ranks
             if max(last, mean) + mean > allowed * (1 + NEARLY):
                 return Placement(state=state, pieces=pieces)
             if degree == 1:
-                rows = zip(free, took, self.launch, beside, strict=True)
-                ends = [at + seconds - launch * (tokens <= room) for at, seconds, launch, (room, _) in rows]
+                ends = list(map(add, free, took))
+                if self.request.packs_beside_rings:
+                    rows = zip(ends, self.launch, beside, strict=True)
+                    ends = [end - launch * (tokens <= room) for end, launch, (room, _) in rows]
                 end = min(ends)
                 first = ends.index(end)
                 room, ring = beside[first]
@@ -175,8 +171,7 @@ class Annealing:
             pieces.append((first, end, leaves))
             last, left = max(last, end), left - least
         compared = last + sum(free) / self.ranks
-        self._placed[key] = Placement(state=state, pieces=pieces, makespan_seconds=last, compared_seconds=compared)
-        return self._placed[key]
+        return Placement(state=state, pieces=pieces, makespan_seconds=last, compared_seconds=compared)
 
     def all_in_rings(self) -> State:
         """Pack all sequences, longest first, into rings over all ranks: the other extreme to start from."""
@@ -223,14 +218,6 @@ class Annealing:
             return False
         at_most = sum(held_at_most(length, degree) for length in lengths)
         return at_most <= limit or self._most_held(degree, sequences) <= limit
-
-
-def _alike(state: State, other: State) -> int:
-    """Return how many pieces at the beginning are the same."""
-    for number, (mine, its) in enumerate(zip(state, other, strict=False)):
-        if mine is not its:
-            return number
-    return min(len(state), len(other))
 
 
 def _write(layout: Placement, request: PlanRequest) -> list[Microbatch]:

@@ -117,7 +117,7 @@ def level_ends(
         capacity_tokens: tokens per pack.
         launch_seconds: overhead of each pack that is not beside a ring, on a rank of speed 1.
         rooms: the rooms beside rings.
-        goal_seconds: makespan that is early enough; later ones go through `level_by_swaps`.
+        goal_seconds: makespan that is early enough; later ones of equal speeds go through `level_by_swaps`.
         speeds: relative speed of each rank (default: all 1).
     """
     left = short.left()
@@ -126,18 +126,10 @@ def level_ends(
         ranks[rank].open(rooms.take(rank, after), beside=after)
     paces = [1.0] * len(free) if speeds is None else speeds
     groups = _by_speed(free, paces, _PARTNERS if launch_seconds else 1)
-    first, others = groups[0]
-    is_level, lengths, times = len(groups) == 1, short.lengths, short.seconds
+    lengths, times = short.lengths, short.seconds
     for index in left:
-        length, seconds = lengths[index], times[index]
-        load, rank = first[0]
-        if is_level and (not launch_seconds or length <= ranks[rank].widest_tokens):  # the usual case, quickly
-            first[0] = heapq.heappushpop(others, (load + seconds / paces[rank], rank))
-            if launch_seconds:
-                first.sort()
-        else:
-            rank = _give(groups, ranks, length, seconds, launch_seconds, paces)
-        ranks[rank].put(length, index)
+        rank = _give(groups, ranks, lengths[index], times[index], launch_seconds, paces)
+        ranks[rank].put(lengths[index], index)
     loads = [entry for group in groups for entries in group for entry in entries]
     bins, makespan = [each.packs for each in ranks], max(loads)[0]
     if speeds is None and makespan > goal_seconds:
@@ -234,15 +226,6 @@ class RankPacks:
             self.widest_tokens = max(rooms, default=0)
 
 
-@dataclass(slots=True)
-class _Side:
-    """One rank's sequences as arrays: the index, bin and room of each."""
-
-    indices: NDArray[np.int64]
-    bins: NDArray[np.int64]
-    rooms: NDArray[np.int64]
-
-
 def level_by_swaps(
     loads: Sequence[float],
     bins: Sequence[list[Bin]],
@@ -262,7 +245,7 @@ def level_by_swaps(
     Returns:
         The makespan.
     """
-    ends = np.array(loads)
+    ends, lengths, seconds = np.array(loads), np.append(lengths, 0), np.append(seconds, 0.0)
     for _ in range(most_swaps):
         busiest = int(ends.argmax())
         if ends[busiest] <= goal_seconds or not _relieve(busiest, ends, bins, lengths, seconds):
@@ -277,63 +260,44 @@ def _relieve(
     lengths: NDArray[np.int64],
     seconds: NDArray[np.float64],
 ) -> bool:
-    """Make one exchange that ends the busiest rank earlier; return whether there is one."""
-    giving = _side(bins[busiest])
-    if not len(giving.indices):
-        return False
+    """Make one exchange that ends the busiest rank earlier; return whether there is one. The last index is nothing."""
+    giving = _entries(bins[busiest])
+    given, given_rooms = _columns(giving)
     count = min(_PARTNERS, len(ends))
-    for partner in np.argpartition(ends, count - 1)[:count].tolist():
-        gap = ends[busiest] - ends[partner]
-        taking = _side(bins[partner])
-        gained = np.append(seconds[taking.indices], 0.0)  # the last column: nothing is given back
-        longer = lengths[giving.indices][:, None] - np.append(lengths[taking.indices], 0)[None, :]
-        rooms = np.append(taking.rooms, max((each.room_tokens for each in bins[partner]), default=0))
-        moved = seconds[giving.indices][:, None] - gained[None, :]
-        fits = (longer <= rooms[None, :]) & (-longer <= giving.rooms[:, None])  # a tree may be longer and yet faster
-        later = np.where(fits, np.abs(moved - gap / 2), np.inf)
-        place = int(later.argmin())
-        if later.flat[place] >= gap / 2 - NEARLY * ends[busiest]:
+    for partner in np.argpartition(ends, count - 1)[:count].tolist() if giving else ():
+        if not bins[partner]:
             continue
-        give, take = divmod(place, len(gained))
-        _exchange(bins[busiest], giving, give, bins[partner], taking, take, lengths)
-        ends[busiest] -= moved[give, take]
-        ends[partner] += moved[give, take]
+        taking = [*_entries(bins[partner]), (-1, max(bins[partner], key=lambda each: each.room_tokens))]
+        taken, taken_rooms = _columns(taking)
+        longer = lengths[given][:, None] - lengths[taken]
+        moved = seconds[given][:, None] - seconds[taken]
+        fits = (longer <= taken_rooms) & (-longer <= given_rooms[:, None])  # a tree may be longer and yet faster
+        half = (ends[busiest] - ends[partner]) / 2
+        later = np.where(fits, np.abs(moved - half), np.inf)
+        place = divmod(int(later.argmin()), len(taking))
+        if later[place] >= half - NEARLY * ends[busiest]:
+            continue
+        (index, giver), (back, taker) = giving[place[0]], taking[place[1]]
+        giver.indices.remove(index)
+        taker.indices.append(index)
+        if back >= 0:
+            taker.indices.remove(back)
+            giver.indices.append(back)
+        giver.room_tokens += int(longer[place])
+        taker.room_tokens -= int(longer[place])
+        ends[busiest] -= moved[place]
+        ends[partner] += moved[place]
         return True
     return False
 
 
-def _side(bins: Sequence[Bin]) -> _Side:
-    counts = [len(each.indices) for each in bins]
-    some = slice(None, None, 1 + sum(counts) // _COMPARED)
-    return _Side(
-        indices=np.array([index for each in bins for index in each.indices], dtype=np.int64)[some],
-        bins=np.repeat(np.arange(len(bins)), counts)[some],
-        rooms=np.repeat(np.array([each.room_tokens for each in bins], dtype=np.int64), counts)[some],
-    )
+def _entries(bins: Sequence[Bin]) -> list[tuple[int, Bin]]:
+    """Return sequences of a rank with their bins, evenly spaced if they are many."""
+    every = [(index, each) for each in bins for index in each.indices]
+    return every[:: 1 + len(every) // _COMPARED]
 
 
-def _exchange(
-    givers: Sequence[Bin],
-    giving: _Side,
-    give: int,
-    takers: Sequence[Bin],
-    taking: _Side,
-    take: int,
-    lengths: NDArray[np.int64],
-) -> None:
-    """Move a sequence over, and `take`, one of the partner's, back."""
-    given = int(giving.indices[give])
-    giver = givers[int(giving.bins[give])]
-    if take < len(taking.indices):
-        taker, back = takers[int(taking.bins[take])], int(taking.indices[take])
-    else:
-        taker, back = max(takers, key=lambda each: each.room_tokens), None
-    giver.indices.remove(given)
-    taker.indices.append(given)
-    giver.room_tokens += int(lengths[given])
-    taker.room_tokens -= int(lengths[given])
-    if back is not None:
-        taker.indices.remove(back)
-        giver.indices.append(back)
-        giver.room_tokens -= int(lengths[back])
-        taker.room_tokens += int(lengths[back])
+def _columns(entries: Sequence[tuple[int, Bin]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the indices, and the rooms of their bins."""
+    rows = np.array([(index, each.room_tokens) for index, each in entries], dtype=np.int64).reshape(-1, 2)
+    return rows[:, 0], rows[:, 1]

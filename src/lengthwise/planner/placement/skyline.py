@@ -80,19 +80,18 @@ class Skyline:
 def pack_skyline(rings: Sequence[Moldable], topology: Topology, cost: Cost) -> PlacedRings:
     """Place rings given widest first."""
     ranks = topology.ranks
-    narrowness = [-ring.degree for ring in rings]
-    following = list(range(len(rings) + 1))  # entry i leads to the first unused ring from i on
+    left_over, narrowness = list(rings), [-ring.degree for ring in rings]
     skyline = Skyline(ranks)
     line = RankLine(ranks)  # free below the skyline if a stretch was too narrow for any ring
-    while len(line.rings) < len(rings):
+    while left_over:
         first, end, height = skyline.lowest()
         left, right = skyline.neighbours(first, end)
-        number = _first_left(following, bisect_left(narrowness, first - end))
-        if number == len(rings):
+        number = bisect_left(narrowness, first - end)
+        if number == len(left_over):
             skyline.put(first, end, min(left, right))
             continue
-        following[number] = number + 1
-        ring = rings[number]
+        ring = left_over.pop(number)
+        del narrowness[number]
         width, seconds = _mold(ring, end - first, cost)
         extra = topology.extra_seconds(ring.length, width)
         at_left, at_right = at_place(extra, first), at_place(extra, end - width)
@@ -110,13 +109,3 @@ def _mold(ring: Moldable, room: int, cost: Cost) -> tuple[int, float]:
     if width > ring.degree and (wider := cost.piece_seconds([ring.length], width)) < ring.seconds:
         return width, wider + cost.fixed_seconds
     return ring.degree, ring.seconds + cost.fixed_seconds
-
-
-def _first_left(following: list[int], place: int) -> int:
-    """Return the first unused entry from `place` on, and shorten the path to it."""
-    root = place
-    while following[root] != root:
-        root = following[root]
-    while following[place] != root:
-        following[place], place = root, following[place]
-    return root
