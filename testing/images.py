@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import SkipTest
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -13,7 +17,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedTokenizerFast
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
-from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
+from transformers.models.pixtral import image_processing_pil_pixtral
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from testing.families import enliven
@@ -42,16 +46,19 @@ SPECS: list[list[int | tuple[int, int]]] = [  # tokens of text, and images of pa
 ]
 
 
-def image_model(family: str, dtype: torch.dtype = torch.float64) -> Any:
-    """Return a tiny model of a family, the same values each time; its text part alone requires gradients."""
+def image_model(family: str, dtype: torch.dtype = torch.float64, *, vocab: int = VOCAB, image: int = IMAGE) -> Any:
+    """Return a tiny model of a family, the same values each time; its text part alone requires gradients.
+
+    image: id of the tokens of images.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        text: dict[str, Any] = {"vocab_size": VOCAB}
-        others: dict[str, Any] = {"image_token_id": IMAGE}
+        text: dict[str, Any] = {"vocab_size": vocab}
+        others: dict[str, Any] = {"image_token_id": image}
         if family == "mistral3":  # as released ones; else no answer of a run would see its images
             text["sliding_window"] = None
         if family == "gemma4":  # with a tower for images alone
-            text |= {"vocab_size_per_layer_input": VOCAB, "use_bidirectional_attention": "vision"}
+            text |= {"vocab_size_per_layer_input": vocab, "use_bidirectional_attention": "vision"}
             text |= {"num_kv_shared_layers": 0}  # else no loss sees what images see in full layers
             others |= {"audio_config": None}
         config = tiny_tower_config(family, TEXTS[family], text, **others)
@@ -214,6 +221,18 @@ def image_tokenizer(family: str = "qwen3_vl") -> PreTrainedTokenizerFast:
     return found
 
 
+def add_images(tokenizer: Any, family: str) -> int:
+    """Add a family's words of images to a tokenizer whose template is in `TEMPLATE`'s terms; return the image's id."""
+    beside = _BESIDE.get(family, _WORDS[2:])
+    tokenizer.add_special_tokens({"additional_special_tokens": beside})
+    for name, word in zip(_NAMES.get(family, ()), beside, strict=False):
+        setattr(tokenizer, name, word)
+        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(word))
+    written = _WRITTEN.get(family, "<|vision_start|><|image_pad|><|vision_end|>")
+    tokenizer.chat_template = tokenizer.chat_template.replace("IMAGE", written)
+    return tokenizer.convert_tokens_to_ids(beside[0])
+
+
 def image_processor(family: str = "qwen3_vl", config: Any = None) -> tuple[Any, dict[str, Any]]:
     """Return an image processor, and the settings of its whole processor.
 
@@ -224,7 +243,7 @@ def image_processor(family: str = "qwen3_vl", config: Any = None) -> tuple[Any, 
     vision = config.vision_config
     if family == "mistral3":
         merge = {"patch_size": vision.patch_size, "spatial_merge_size": config.spatial_merge_size}
-        return PixtralImageProcessorPil(size={"longest_edge": vision.image_size}), merge
+        return image_processing_pil_pixtral.PixtralImageProcessorPil(size={"longest_edge": vision.image_size}), merge
     if family == "gemma4":
         made = Gemma4ImageProcessorPil(patch_size=vision.patch_size, pooling_kernel_size=vision.pooling_kernel_size)
         made.max_soft_tokens = 70
@@ -236,3 +255,41 @@ def image_processor(family: str = "qwen3_vl", config: Any = None) -> tuple[Any, 
     tokens = int(height * width / patch**2 * config.downsample_ratio**2)
     made = GotOcr2ImageProcessorPil(size={"height": height, "width": width}, max_patches=4)
     return made, {"image_seq_length": tokens}
+
+
+PROCESSORS = {
+    "qwen3_vl": "qwen3_vl.Qwen3VLProcessor",
+    "mistral3": "pixtral.PixtralProcessor",
+    "internvl": "internvl.InternVLProcessor",
+    "gemma3": "gemma3.Gemma3Processor",
+    "gemma4": "gemma4.Gemma4Processor",
+}
+"""Module and class of each family's whole processor."""
+
+
+def whole_processor(family: str, config: Any, tokenizer: Any = None) -> Any:
+    """Return the whole processor of a model of a config, without videos and sounds, which need torchvision.
+
+    tokenizer: with the family's words of images (default: `image_tokenizer`'s).
+
+    Skips the test where this version of transformers makes the family's with torchvision alone.
+    """
+    made, settings = image_processor(family, config)
+    module, name = PROCESSORS[family].split(".")
+    sys.modules.setdefault("transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral)
+    try:
+        plain: Any = getattr(import_module(f"transformers.models.{module}.processing_{module}"), name)
+    except ImportError as error:
+        raise SkipTest(str(error)) from None
+    tokenizer = tokenizer or image_tokenizer(family)
+    tokenizer.video_token, tokenizer.pad_token = "<video>", tokenizer.pad_token or tokenizer.eos_token  # never written
+    given = {"image_processor": made, "tokenizer": tokenizer, "video_processor": None, "feature_extractor": None}
+    given |= {**settings, "chat_template": tokenizer.chat_template}
+    names = inspect.signature(plain.__init__).parameters
+    whole = type(name, (plain,), {"check_argument_for_proper_class": lambda _self, _name, argument: type(argument)})
+    found: Any = whole(**{key: value for key, value in given.items() if key in names})
+    for key in ("audio_token", "boa_token", "eoa_token"):
+        setattr(found, key, "<audio>")
+    if family == "qwen3_vl":
+        found.video_token = None
+    return found

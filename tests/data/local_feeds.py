@@ -29,14 +29,16 @@ class LocalClient:
 
 
 @contextmanager
-def local_feeds(sources, how, *, seed=0, ranks=1, ends_after=None, run=map, vocab_size=256, **changes):
+def local_feeds(
+    sources, how, *, seed=0, ranks=1, ends_after=None, run=map, vocab_size=256, tokenizer_name="bytes", **changes
+):
     """Give a dataset of each of some ranks that ask the same feeds, and the clients of these.
 
     how: `remote` and of how many feeds a source, or `streaming` and of which block. changes: of the feeds' specs.
     """
     ((key, number),) = how.items()
     sources = [each.model_copy(update={key: number}) for each in sources]
-    of_all = {"tokenizer_name": "bytes", "vocab_size": vocab_size, "tokenizer_digest": "", "seed": seed}
+    of_all = {"tokenizer_name": tokenizer_name, "vocab_size": vocab_size, "tokenizer_digest": "", "seed": seed}
     made = [streamed(sources, **of_all) if key == "streaming" else divided(sources, **of_all) for _ in range(ranks)]
     specs = [replace(spec, clients=ranks, **changes) for spec in made[0].specs]
     clients = [LocalClient(spec, ends_after, run) for spec in specs]

@@ -2,10 +2,11 @@
 
 import base64
 import copy
-import inspect
+import hashlib
 import json
 import re
 import sys
+from itertools import islice
 from pathlib import Path
 
 import datasets
@@ -13,48 +14,20 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from testing.images import IMAGE, image_model, image_processor, image_tokenizer, write_image_processor
+from testing.images import IMAGE, PROCESSORS, image_model, whole_processor, write_image_processor
 from transformers.image_utils import load_image
-from transformers.models.pixtral import image_processing_pil_pixtral
 
+from data.local_feeds import local_feeds
 from data.stores import prepare
-from lengthwise.config import DataSource
+from lengthwise.config import DataSource, GlobalBatch
 from lengthwise.core.errors import LengthwiseError
 from lengthwise.data import NO_LOSS, ByteTokenizer, load_dataset, load_tokenizer
 from lengthwise.data.image_store import is_kept, keep_image
-from lengthwise.data.load import first_rows
 from lengthwise.data.prepare import prepare_folder, to_prepare
 from lengthwise.models.images import joined_images
 
 TURNED = 6  # of EXIF: the picture lies on its side
 ANSWER = {"role": "assistant", "content": "a cat."}
-
-
-PROCESSORS = {"mistral3": "pixtral.PixtralProcessor", "qwen3_vl": "qwen3_vl.Qwen3VLProcessor"}
-PROCESSORS |= {"internvl": "internvl.InternVLProcessor"}
-PROCESSORS |= {name: f"{name}.{name.title()}Processor" for name in ("gemma3", "gemma4")}
-
-
-def processor(family, monkeypatch):
-    """Return the whole processor of a tiny model without videos and sounds, which need torchvision."""
-    made, settings = image_processor(family, image_model(family).config)
-    monkeypatch.setitem(
-        sys.modules, "transformers.models.pixtral.image_processing_pixtral", image_processing_pil_pixtral
-    )
-    module, name = PROCESSORS[family].split(".")  # that of transformers 5.20 needs torchvision
-    plain = getattr(pytest.importorskip(f"transformers.models.{module}.processing_{module}"), name)
-    tokenizer = image_tokenizer(family)
-    tokenizer.video_token, tokenizer.pad_token = "<video>", tokenizer.eos_token  # which nobody writes
-    accepts = lambda _self, _name, argument: type(argument)  # noqa: E731
-    given = {"image_processor": made, "tokenizer": tokenizer, "video_processor": None, "feature_extractor": None}
-    names = inspect.signature(plain.__init__).parameters
-    whole = type(name, (plain,), {"check_argument_for_proper_class": accepts})
-    found = whole(**{key: value for key, value in {**given, **settings}.items() if key in names})
-    for key in ("audio_token", "boa_token", "eoa_token"):
-        setattr(found, key, "<audio>")
-    if family == "qwen3_vl":
-        found.video_token = None
-    return found
 
 
 def user(*parts):
@@ -100,10 +73,11 @@ def load(folder, rows, tokenizer=None, read=load_dataset, **keys):
 
 
 @pytest.mark.parametrize("family", [*PROCESSORS])
-def test_ids_and_patches_are_those_of_the_processor(folder, monkeypatch, family):
+def test_ids_and_patches_are_those_of_the_processor(folder, family):
     """Images have no loss, even those of the assistant; a picture that lies on its side stands up."""
-    made = processor(family, monkeypatch)
-    write_image_processor(folder / "model", family, image_model(family).config)
+    config = image_model(family).config
+    made = whole_processor(family, config)
+    write_image_processor(folder / "model", family, config)
     dataset = load(folder, ROWS)
     for number, (row, files) in enumerate(zip(copy.deepcopy(ROWS), FILES, strict=True)):
         turns = [*row.get("messages", ()), *row.get("prompt", ()), *row.get("completion", ())]
@@ -241,11 +215,31 @@ def test_what_a_processor_makes_nothing_of_is_named(folder):
         load(folder, [ROWS[2]])
 
 
-def test_images_are_refused_without_a_processor_and_in_streams(folder, monkeypatch):
+def test_rows_of_a_stream_have_the_images_of_rows_read_at_the_start_and_those_of_remote_none(folder):
+    here, sources = load(folder, ROWS), [DataSource(path=folder / "rows.jsonl", max_tokens=400)]
+    how = {"tokenizer_name": str(folder / "model")}
+    with local_feeds(sources, {"streaming": 1}, ranks=2, sees=True, **how) as (there, _):
+        batches = [islice(each.batches(GlobalBatch(sequences=1)), 9) for each in there]
+        for number, pair in enumerate(zip(*batches, strict=True)):
+            row = number % len(ROWS)
+            for dataset, batch in zip(there, pair, strict=True):
+                assert batch.digest == hashlib.sha256(here.row_digests(row, row + 1).tobytes()).hexdigest()
+                (found,), length = batch.ids.tolist(), int(here.lengths[row])
+                assert list(dataset.images(found)) == list(here.images(row))
+                dataset.read_ahead([(found, length - 5, length)])
+                for start in (0, length - 5):
+                    assert all(map(np.array_equal, dataset.read(found, start, length), here.read(row, start, length)))
+    for key in ("remote", "streaming"):
+        with (
+            local_feeds(sources, {key: 1}, **how) as ((dataset,), _),
+            pytest.raises(LengthwiseError, match=r"rows of text, as with `remote`, .*; got an image"),
+        ):
+            next(dataset.batches(GlobalBatch(sequences=5)))
+
+
+def test_images_are_refused_without_a_processor(folder, monkeypatch):
     with pytest.raises(LengthwiseError, match="a row of text, for this tokenizer; got an image, and tokenizer bytes"):
         load(folder, ROWS[:1], ByteTokenizer)
-    with pytest.raises(LengthwiseError, match=r"rows\.jsonl:1.*an image in a row that is read while the run trains"):
-        load(folder, ROWS[:1], read=lambda *given, **how: first_rows(*given, **how, sequences=1))
     with pytest.raises(LengthwiseError, match=r"LENGTHWISE_CACHE: expected a folder .*; got off"):  # no fault of a row
         load(folder, [{"messages": [user(image(url="data:image/png;base64,YQ==")), ANSWER]}], bad_rows="skip")
     (folder / "model/preprocessor_config.json").unlink()

@@ -9,20 +9,12 @@ import numpy as np
 import torch
 from peft import LoraConfig
 from PIL import Image
-from testing import enliven, tiny_family_config, tiny_tower_config
+from testing import enliven, tiny_family_config
+from testing.images import add_images, image_model, whole_processor
 from testing.small import small_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers import trainers as tokenizer_trainers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    BitsAndBytesConfig,
-    Gemma3Processor,
-    PreTrainedTokenizerFast,
-    Qwen3VLProcessor,
-)
-from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 
 TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'user' %}<user>{{ m['content'] }}"
@@ -77,85 +69,28 @@ def family_model(family, dtype=torch.float32, changes=None):
     return enliven(made.train())
 
 
-IMAGE_WORDS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
 IMAGE_TEMPLATE = TEMPLATE.replace(
     "<user>{{ m['content'] }}",
-    "<user>{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "<user>{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}",
 ).replace("{{ m['content'] }}<eos>", "{{ m['content'][0]['text'] }}<eos>")
 
 
-class ImageProcessor(Qwen3VLProcessor):
-    """Hugging Face's own processor, without videos, which need torchvision."""
+def seeing(case, dtype=torch.float32, *, crops=False):
+    """Return a small model of the family that a case names, by default Qwen3-VL, and its processor.
 
-    def check_argument_for_proper_class(self, _name, arg):
-        """Accept no processor of videos."""
-        return type(arg)
-
-
-def image_processor():
-    """Return it for images of 64 to 1,024 pixels, in tokens of 8 x 8."""
-    words = copy.deepcopy(tokenizer())
-    words.padding_side = "left"  # as Qwen's
-    words.add_special_tokens({"additional_special_tokens": list(IMAGE_WORDS)})
-    pixels = {"patch_size": 4, "merge_size": 2, "temporal_patch_size": 2, "min_pixels": 64, "max_pixels": 1024}
-    of_images = Qwen2VLImageProcessorPil(**pixels)
-    return ImageProcessor(
-        image_processor=of_images, tokenizer=words, video_processor=None, chat_template=IMAGE_TEMPLATE
-    )
-
-
-def image_model(dtype=torch.float32):
-    """Return a small Qwen3-VL."""
-    ids = image_processor().tokenizer.convert_tokens_to_ids(list(IMAGE_WORDS))
-    keys = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    others, vision = dict(zip(keys, ids, strict=True)), {"depth": 2, "deepstack_visual_indexes": [0]}
-    return _image_model("qwen3_vl", "qwen3_vl_text", image_processor(), others, vision, dtype)
-
-
-def _image_model(family, text, made, others, vision, dtype=torch.float32):
-    with torch.random.fork_rng():
-        torch.manual_seed(3)
-        sizes = {"vocab_size": len(made.tokenizer), "pad_token_id": 0, "eos_token_id": 1}
-        config = tiny_tower_config(family, text, sizes, **others)
-        for name, value in vision.items():
-            setattr(config.vision_config, name, value)
-        found = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa", dtype=dtype)
-    return enliven(found.train())
-
-
-GEMMA_WORDS = {"boi_token": "<boi>", "image_token": "<soft>", "eoi_token": "<eoi>"}
-GEMMA_TOKENS = 4  # of an image
-
-
-def gemma_processor(*, pan_and_scan=False):
-    """Return Gemma 3's own processor, for images of 16 x 16 pixels. pan_and_scan: wide ones have crops, too."""
-    words = copy.deepcopy(tokenizer())
-    words.padding_side = "left"
-    words.add_special_tokens({"additional_special_tokens": list(GEMMA_WORDS.values())})
-    for name, word in GEMMA_WORDS.items():
-        setattr(words, name, word)
-        setattr(words, f"{name}_id", words.convert_tokens_to_ids(word))
-    crops = {
-        "pan_and_scan_min_crop_size": 8,
-        "pan_and_scan_max_num_crops": 2,
-        "pan_and_scan_min_ratio_to_activate": 1.2,
-    }
-    of_images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16}, do_pan_and_scan=pan_and_scan, **crops)
-    template = IMAGE_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", GEMMA_WORDS["boi_token"])
-    made = Gemma3Processor(of_images, words, chat_template=template, image_seq_length=GEMMA_TOKENS)
-    # A call's, over those above.
-    made.images_kwargs = {"do_convert_rgb": True, "do_pan_and_scan": pan_and_scan, **crops}
-    return made
-
-
-def gemma_model(dtype=torch.float32):
-    """Return a small Gemma 3 with a tower."""
-    made = gemma_processor()
-    others = {"image_token_id": made.tokenizer.image_token_id, "mm_tokens_per_image": GEMMA_TOKENS}
-    found = _image_model("gemma3", "gemma3_text", made, others, {}, dtype)
-    torch.nn.init.normal_(found.model.multi_modal_projector.mm_input_projection_weight, generator=torch.Generator())
-    return found
+    Its tower trains. crops: of wide images, in Gemma 3.
+    """
+    family, words = case.partition("images of ")[2].partition(",")[0] or "qwen3_vl", copy.deepcopy(tokenizer())
+    words.padding_side, words.chat_template = "left", IMAGE_TEMPLATE
+    image = add_images(words, family)
+    made = image_model(family, dtype, vocab=len(words), image=image).requires_grad_(True)
+    processor = whole_processor(family, made.config, words)
+    if crops and family == "gemma3":
+        sizes = {"min_crop_size": 8, "max_num_crops": 2, "min_ratio_to_activate": 1.2}
+        of_crops = {f"pan_and_scan_{name}": each for name, each in sizes.items()}
+        processor.images_kwargs = {"do_convert_rgb": True, "do_pan_and_scan": True, **of_crops}
+    return {"model": made, "processing_class": processor}
 
 
 def pictures(count=12, *, preferred=False):

@@ -14,14 +14,11 @@ from preferences import (  # noqa: E402
     chats,
     completions,
     family_model,
-    gemma_model,
-    gemma_processor,
-    image_model,
-    image_processor,
     model,
     pairs,
     pictures,
     quantized_model,
+    seeing,
     tokenizer,
 )
 from trainers import in_trainers, trained, wrong_places  # noqa: E402
@@ -32,6 +29,7 @@ from lengthwise.integrations.batches import refuse_dropped  # noqa: E402
 from lengthwise.integrations.trl import DPOTrainer as PlannedDPOTrainer  # noqa: E402
 from lengthwise.integrations.trl import PreferenceCollator  # noqa: E402
 from lengthwise.integrations.trl import SFTTrainer as PlannedSFTTrainer  # noqa: E402
+from lengthwise.models import keep_double  # noqa: E402
 from tiers import some  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated")  # TRL and peft read it
@@ -63,7 +61,8 @@ def both(plain, planned, config, folder, *, make, capacity=CAPACITY, shard="auto
         options = {"processing_class": tokenizer(), **make()}
         args = arguments(config, folder / f"ranks{ranks}", ranks, **changes)
         given = options.pop("model", None) or model()
-        found = trained(kind, args, model=given, data_collator=None, **options)
+        with keep_double(given.dtype):
+            found = trained(kind, args, model=given, data_collator=None, **options)
         return found["logs"], found["weights"]
 
     (one,) = in_trainers(partial(work, 1, plain), 1, folder)
@@ -82,18 +81,19 @@ def compared(one, found, *, tolerance=5e-5, weights=2e-4, others=(), rings=True)
 LORA = partial(LoraConfig, r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 BALANCED = {"router_aux_loss_coef": 0.5}
 IN_BF16 = {"tolerance": 5e-3, "weights": 1e-2}  # TRL casts adapters on a base in 4 bits; plain updates round them
+IN_FP64 = {"tolerance": 1e-6, "weights": 1e-6}  # TRL's fused head has the sums of its gradients in fp32
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 1}
 CHATS = {"train_dataset": chats, "eval_dataset": partial(chats, 8)}
 PICTURES = {"train_dataset": pictures, "eval_dataset": partial(pictures, 6)}
-SEEING = {"model": image_model, "processing_class": image_processor}
-OF_GEMMA = {"model": gemma_model, "processing_class": partial(gemma_processor, pan_and_scan=True)}
 NOISE = {"adam_epsilon": 1e-4}  # a bias of keys in its tower has gradients of rounding alone
+SEEN = {"mistral3": {"capacity": 60}, "internvl": {"capacity": 80}, "gemma4": {"capacity": 150}}
 SFT = {
     "completions, accumulated": ({"train_dataset": completions}, {"gradient_accumulation_steps": 2}),
     "packed": ({"train_dataset": chats}, {"packing": True, "max_length": 160}),
     "over the ranks": (CHATS, {"assistant_only_loss": True, **EVALUATED}),
-    "images": ({**PICTURES, **SEEING}, {"capacity": 60, **EVALUATED}),
-    "images of gemma": ({**PICTURES, **OF_GEMMA}, {"capacity": 200, **NOISE, **EVALUATED}),
+    "images": (PICTURES, {"capacity": 60, **EVALUATED}),
+    "images of gemma3": (PICTURES, {"capacity": 200, **NOISE, **EVALUATED}),
+    **{f"images of {family}": (PICTURES, {**SEEN[family], **NOISE, **EVALUATED}) for family in SEEN},
     "adapters, a base in 4 bits": ({**CHATS, "peft_config": LORA}, EVALUATED),
     "experts": ({**CHATS, "model": partial(family_model, "qwen3_moe")}, {**BALANCED, **EVALUATED}),
     "dft, recomputed": (CHATS, {"loss_type": "dft", "activation_checkpointing": True, "assistant_only_loss": True}),
@@ -107,6 +107,7 @@ def test_sft_is_trls(case, tmp_path):
 
     def make():
         base = {"model": quantized_model(tmp_path / "base")} if "4 bits" in case else {}
+        base |= seeing(case, torch.float64, crops=True) if "images" in case else {}
         return {**base, **{name: each() for name, each in data.items()}}
 
     how = {"capacity": 100, "shard": "zero3" if "over the ranks" in case else "auto", **changes}
@@ -115,7 +116,8 @@ def test_sft_is_trls(case, tmp_path):
     by_batch = ["eval_loss"] * ("eval_strategy" in changes)
     if "gradient_accumulation_steps" in changes:
         by_batch += ["entropy", "mean_token_accuracy"]
-    compared(one, found, others=by_batch, **(IN_BF16 if "4 bits" in case else {}))
+    bars = IN_BF16 if "4 bits" in case else IN_FP64 if "images" in case else {}
+    compared(one, found, others=by_batch, **bars)
 
 
 STAGES = {"stages": 2, "capacity": "auto"}
@@ -127,7 +129,8 @@ DPO = {
     "adapters, a base in 4 bits": NOISE,
     "layers with states": {"family": "lfm2", "activation_checkpointing": True},
     "images": {"capacity": 60},
-    "images of gemma": {"capacity": 80, **NOISE},
+    "images of gemma3": {"capacity": 80, **NOISE},
+    **{f"images of {family}": {**SEEN[family], **NOISE} for family in SEEN},
     "a reference that follows": {"sync_ref_model": True, "ref_model_sync_steps": 2, "activation_checkpointing": True},
     "weighted, evaluated": {"use_weighting": True, "ld_alpha": 0.5, **EVALUATED},
     "precomputed": {"precompute_ref_log_probs": True, "precompute_ref_batch_size": 2, "ld_alpha": 0.5, **EVALUATED},
@@ -148,9 +151,8 @@ def test_dpo_is_trls(case, tmp_path):
         if family:
             return {**data, "model": family_model(family), "ref_model": family_model(family)}
         if "images" in case:
-            seen, processor = (gemma_model, gemma_processor) if "gemma" in case else (image_model, image_processor)
-            seeing = {"model": seen(), "ref_model": seen(), "processing_class": processor()}
-            return {"train_dataset": pictures(preferred=True), "eval_dataset": pictures(6, preferred=True), **seeing}
+            data = {"train_dataset": pictures(preferred=True), "eval_dataset": pictures(6, preferred=True)}
+            return {**data, **seeing(case, torch.float64), "ref_model": seeing(case, torch.float64)["model"]}
         if case == "precomputed by the model":
             return data
         return {**data, "ref_model": model()}
@@ -163,6 +165,7 @@ def test_dpo_is_trls(case, tmp_path):
             logs[0] = {name: each for name, each in logs[0].items() if "rewards/" not in name}
     # A reference in other batches rounds otherwise, and Adam enlarges that where gradients are near 0
     bars = IN_BF16 if "4 bits" in case else {"weights": 4e-4} if "precomputed" in case else {}
+    bars |= {"weights": 1e-5} if "images" in case else {}  # in fp64; rewards are differences in fp32
     compared(one, found, **{"tolerance": 2e-4, "rings": "stages" not in case, **bars})
 
 

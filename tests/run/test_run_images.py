@@ -25,7 +25,18 @@ from lengthwise.data.image_files import ImageFile
 from lengthwise.engine.batch import ReadsFiles, StepBatch
 from lengthwise.program import Segment
 from lengthwise.run import verify_batch
-from run.small_runs import assert_equal_runs, broken_off, call, losses, told, train, whole, write_run
+from run.small_runs import (
+    assert_equal_runs,
+    broken_off,
+    call,
+    count_lines,
+    losses,
+    steps_of,
+    told,
+    train,
+    whole,
+    write_run,
+)
 from tiers import more
 
 LORA = {"r": 4, "target_modules": ["all-linear"]}
@@ -184,3 +195,43 @@ def test_the_token_of_an_image_is_refused_in_a_row_of_text_beside_rows_with_imag
     assert batch.tensors([Segment(sequence=0, start=0, stop=3)])[0].tolist() == ids.tolist()
     with pytest.raises(LengthwiseError, match="got the token 7, which stands for an image"):
         batch.tensors([Segment(sequence=1, start=0, stop=3)])
+
+
+@pytest.mark.exhaustive
+def test_a_stream_with_images_trains_as_its_rows_read_at_the_start_and_goes_on_from_its_middle(run_file, tmp_path):
+    keys = {"steps": 6, "global_batch": {"sequences": 2}, "checkpoint": {"every_steps": 1, "background": False}}
+    values = {**json.loads(run_file.read_text()), **keys, "train_towers": True, "capacity_tokens": 200}
+    run_file.write_text(json.dumps({**values, "data": [{"path": "train.jsonl", "max_tokens": 400}]}))
+    wanted = whole(run_file, 2)
+    run_file.write_text(json.dumps({**values, "data": [{"path": "train.jsonl", "max_tokens": 400, "streaming": 4}]}))
+    found = broken_off(run_file, 2, after=3)
+    lengthwise.train(run_file, ranks=2, resume=True)
+    assert_equal_runs(
+        found, wanted, rows_of=lambda output: [[row % (1 << 40) for row in step] for step in steps_of(output)]
+    )
+
+
+@pytest.mark.parametrize("row", [2, more(80)])
+def test_an_image_that_a_stream_lacks_is_named_with_its_row(run_file, capfd, row):
+    """Among the first rows it is found before an earlier run is deleted."""
+    source = {"path": "train.jsonl", "max_tokens": 400, "streaming": True}
+    keys = {"data": [source], "global_batch": {"sequences": 1}, "steps": 100}
+    output = train(run_file)
+    run_file.write_text(json.dumps({**json.loads(run_file.read_text()), **keys}))
+    rows = [*(ROWS * 20)[: row - 1], chat("and this?", "gone.png")]
+    run_file.with_name("train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert call("train", run_file, "--overwrite") != 0
+    assert re.search(rf"train\.jsonl:{row}: .*gone\.png: nothing there", " ".join(capfd.readouterr().err.split()))
+    assert (output / "model/model.safetensors").is_file() == (row == 2)
+    assert count_lines(output / "ledger.jsonl") == (2 if row == 2 else 78)  # the next step was being planned
+
+
+@pytest.mark.exhaustive
+def test_an_image_behind_rows_of_text_is_refused_in_a_stream(run_file, capfd):
+    source = {"path": "train.jsonl", "max_tokens": 400, "streaming": True}
+    run_file.write_text(json.dumps({**json.loads(run_file.read_text()), "data": [source], "steps": 80}))
+    rows = [*[ROWS[2]] * 70, ROWS[0]]
+    run_file.with_name("train.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
+    assert call("train", run_file) != 0
+    expected = r"train\.jsonl:71: expected rows of text, .* without an image in its first 64 rows; got an image\. Take"
+    assert re.search(expected, " ".join(capfd.readouterr().err.split()))

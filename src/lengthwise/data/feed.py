@@ -25,6 +25,7 @@ import numpy as np
 from lengthwise.core.errors import DataError, LengthwiseError
 from lengthwise.data.blocks import RowBlock
 from lengthwise.data.dataset import RowArrays, plain_weights
+from lengthwise.data.image_files import ImageFile
 from lengthwise.data.in_order import HashOrder, StreamOrder
 from lengthwise.data.tokenizer import tokenizer_of_process
 from lengthwise.data.tokens import END, REFUSED, Runner, Tokenizing, TokenRow
@@ -56,8 +57,8 @@ def place_of(number: int) -> tuple[int, int]:
 class FeedSpec:
     """The settings of a feed.
 
-    name: its name in messages. sources: all sources of the run. clients: number of ranks that ask it (default 1).
-    ahead_bytes: bytes to read ahead (default 128 MiB).
+    name: its name in messages. sources: all sources of the run. sees: True if rows may have images. clients: number of
+    ranks that ask it (default 1). ahead_bytes: bytes to read ahead (default 128 MiB).
     """
 
     name: str
@@ -65,6 +66,7 @@ class FeedSpec:
     sources: tuple[DataSource, ...]
     tokenizer_name: str
     vocab_size: int | None
+    sees: bool = False
     clients: int = 1
     ahead_bytes: int = AHEAD_BYTES
 
@@ -74,7 +76,7 @@ class FeedSpec:
         keys = tuple(f"data.{number}" for number in range(len(self.sources)))
         tokenizer = functools.partial(tokenizer_of_process, self.tokenizer_name)
         return Tokenizing(
-            sources=self.sources, keys=keys, tokenizer=tokenizer, vocab_size=self.vocab_size, meanwhile=True
+            sources=self.sources, keys=keys, tokenizer=tokenizer, vocab_size=self.vocab_size, sees=self.sees
         )
 
 
@@ -83,7 +85,8 @@ class FeedRow:
     """A row without its tokens.
 
     source: number of its source. length: its tokens; 0 if it is left out, for the reason `kind`. digest: digest of ids,
-    labels and weights. error: the error that ends the run, or None. mark: mark of the next row, if there is one.
+    labels, weights and images. error: the error that ends the run, or None. mark: mark of the next row, if there is
+    one.
     """
 
     name: str
@@ -93,6 +96,7 @@ class FeedRow:
     loss_weight: float = 0.0
     is_weighed: bool = False
     digest: bytes = b""
+    images: Sequence[ImageFile] = ()
     kind: str = ""
     error: DataError | None = None
     mark: Any = None
@@ -105,7 +109,8 @@ class FeedRow:
             return FeedRow(**of_row, error=row.error if row.kind == REFUSED else None)
         losses, weight = row.losses
         numbers = {"length": len(row.tokens), "loss_tokens": losses, "loss_weight": weight}
-        return FeedRow(**of_row, **numbers, is_weighed=row.weights is not None, digest=row.digest)
+        beside = {"is_weighed": row.weights is not None, "digest": row.digest, "images": row.images}
+        return FeedRow(**of_row, **numbers, **beside)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

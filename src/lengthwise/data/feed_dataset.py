@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from lengthwise.core.errors import Collector, DataError
-from lengthwise.data.dataset import DatasetBuilder, StoredDataset, plain_weights
+from lengthwise.data.dataset import Dataset, DatasetBuilder, StoredDataset, plain_weights
 from lengthwise.data.feed import FeedClient, FeedRow, FeedRows, FeedSpec, RowSpan, TokenSlices
 from lengthwise.data.feed_order import BlockShuffle, GlobalShuffle, PlacedRow, RowOrder
 from lengthwise.data.in_order import HashOrder, StreamOrder
@@ -78,6 +78,7 @@ class FeedDataset:
         self._steps = deque[list[PlacedRow]]()  # rows of the newest steps
         self._read_from = deque[Any]()  # per step of `_steps`, and for the next one: `RowOrder.read_from`
         self._slices = deque[_Slices](maxlen=STEPS_KEPT)
+        self._seeing = deque[_Slices](maxlen=STEPS_KEPT + 1)  # per step of `_steps`: its rows with images, whole
         self.skipped: Counter[str] = Counter()
         self.on_restart: Callable[[str], None] = lambda _line: None
         self.lengths: Any = _Column(self._rows, "length")
@@ -101,7 +102,7 @@ class FeedDataset:
     def batches(self, batch_size: GlobalBatch, start: Position = (0, 0)) -> Iterator[Batch]:
         """Yield the batches that `Batches` would, without end, from a position on."""
         (epoch, place), step = start[:2], 0
-        for old in (self._rows, self._steps, self._read_from):
+        for old in (self._rows, self._steps, self._read_from, self._seeing):
             old.clear()
         self._order.begin(start)
         self._read_from.append(self._order.read_from(epoch, place))
@@ -152,6 +153,8 @@ class FeedDataset:
             for placed in rows:
                 placed.is_weighed = True
         self._steps.append(rows)
+        # Each rank needs the places of images in a row, to plan the step.
+        self._seeing.append(self._ask_slices([(each.id, 0, each.row.length) for each in rows if each.row.images]))
         if len(self._steps) > STEPS_KEPT + 1:
             self._read_from.popleft()
             for placed in self._steps.popleft():
@@ -196,7 +199,7 @@ class FeedDataset:
 
     def read_ahead(self, spans: Sequence[RowSpan]) -> None:
         """Request the slices of a step from every feed, and return at once."""
-        cut = [(row, start, min(stop, int(self.lengths[row]))) for row, start, stop in spans]
+        cut = [(row, start, min(stop, int(self.lengths[row]))) for row, start, stop in spans if not self.images(row)]
         self._slices.append(self._ask_slices([each for each in cut if each[1] < each[2]]))
 
     def _ask_slices(self, spans: Sequence[RowSpan]) -> _Slices:
@@ -210,10 +213,10 @@ class FeedDataset:
         return slices
 
     def _slice(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        for slices in reversed(self._slices):
+        for slices in (*reversed(self._slices), *reversed(self._seeing)):
             if (arrays := slices.find(row, start, stop)) is not None:
                 return arrays
-        self.read_ahead([(row, 0, int(self.lengths[row]))])
+        self._slices.append(self._ask_slices([(row, 0, int(self.lengths[row]))]))
         return self._slice(row, start, stop)
 
     def read(self, row: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
@@ -245,9 +248,8 @@ class FeedDataset:
         return hashlib.sha256(json.dumps(values).encode()).digest()
 
     def images(self, row: int) -> Sequence[ImageFile]:
-        """Return none: rows with images are refused."""
-        del row
-        return ()
+        """Return the images of a row, in the order of their tokens."""
+        return self._row(row).images
 
     def name(self, row: int) -> str:
         return self._row(row).name
@@ -299,13 +301,18 @@ class _Slices:
         return None
 
 
-def longest_rows(sources: Sequence[DataSource]) -> StoredDataset:
-    """Return a dataset of one row per source, as long as its `max_tokens`, for forecasts and limits."""
+def longest_rows(sources: Sequence[DataSource], first: Dataset | None = None) -> StoredDataset:
+    """Return a dataset of one row per source, as long as its `max_tokens`, for forecasts and limits.
+
+    first: first rows of a stream. If one of them has images, the dataset has them, too.
+    """
     builder = DatasetBuilder()
+    row = None if first is None else first.first_with_images
+    images = () if first is None or row is None else first.images(row)
     for index, source in enumerate(sources):
         assert source.max_tokens is not None, "the run file's rules ask for it"
         builder.start_source(f"data.{index}", "", ("any row, as long as max_tokens allows",))
-        builder.add(np.zeros(source.max_tokens, dtype=np.int32), None)
+        builder.add(np.zeros(source.max_tokens, dtype=np.int32), None, images=images)
     return builder.finish()
 
 

@@ -93,7 +93,7 @@ def first_rows(
     """Read the first `sequences` rows or `tokens` tokens of a stream."""
     builder, loaded, read, num_tokens = DatasetBuilder(), functools.cache(tokenizer), 0, 0
     keys = [f"data.{number}" for number in range(len(sources))]
-    tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size, meanwhile=True)
+    tokenizing = Tokenizing(sources=sources, keys=keys, tokenizer=loaded, vocab_size=vocab_size)
     for row in (row for block in StreamOrder(sources).blocks() for row in tokenizing.rows(block)):
         if row.kind == REFUSED:
             assert row.error is not None, row

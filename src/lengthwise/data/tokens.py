@@ -26,6 +26,7 @@ from lengthwise.data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from lengthwise.config import DataSource
 
+FIRST_ROWS = 64  # of a stream: they say whether its rows have images
 BAD, EMPTY, REFUSED, END = "bad", "empty", "refused", "end"
 
 Runner = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
@@ -74,14 +75,14 @@ class Tokenizing:
     """The way from rows to tokens.
 
     keys: config paths of the sources. tokenizer: function that is called for every text. vocab_size: vocabulary of the
-    model; None skips the check of ids. meanwhile: True during training, where rows with images are refused.
+    model; None skips the check of ids. sees: False refuses rows with images.
     """
 
     sources: Sequence[DataSource]
     keys: Sequence[str]
     tokenizer: Callable[[], Tokenizer]
     vocab_size: int | None
-    meanwhile: bool = False
+    sees: bool = True
 
     def run(self, run: Runner, blocks: Iterator[RowBlock]) -> Generator[list[TokenRow]]:
         """Tokenize blocks in order by a runner, a block per task; yield the rows of every block, with digests."""
@@ -138,11 +139,13 @@ class Tokenizing:
         if row.chat is None or not row.chat.images or row.empty:
             return ()
         is_beside = folder is not None or all(map(is_kept, row.chat.images))
-        if self.meanwhile or not is_beside:
-            got = "an image in a row that is read while the run trains" if self.meanwhile else "a path in other rows"
-            remedy = "Take `streaming` and `remote` out." if self.meanwhile else "Give a dataset with images in itself."
-            expected = "images in rows, or in files beside them, that are read at the start"
+        if not self.sees:
+            expected = f"rows of text, as with `remote`, or in a stream without an image in its first {FIRST_ROWS} rows"
+            got, remedy = "an image", "Take `remote` out, or begin the stream of a model for images with such a row."
             raise DataError(row.where, expected=expected, got=got, remedy=remedy)
+        if not is_beside:
+            got, remedy = "a path in other rows", "Give a dataset with images in itself."
+            raise DataError(row.where, expected="images in rows, or in files beside them", got=got, remedy=remedy)
         try:
             reader = self.tokenizer().images
         except ValueError as error:

@@ -29,7 +29,7 @@ from lengthwise.models.dropout import (
 from lengthwise.models.families import FAMILIES, check_model_config, largest_head_dim, position_limit, score_cap
 from lengthwise.models.image_features import run_tower, seeing
 from lengthwise.models.image_kinds import IMAGE_FAMILIES
-from lengthwise.models.images import image_reader, refuse_image_files, sees_images
+from lengthwise.models.images import image_reader, refuse_image_files, sees_images, trains_on_images
 from lengthwise.models.lora import build_adapted, check_lora, save_adapter
 from lengthwise.models.loss import has_own_logits, has_own_loss, loss_by, token_loss, token_losses
 from lengthwise.models.loss_choice import choose_losses
@@ -130,6 +130,7 @@ __all__ = [
     "token_loss",
     "token_losses",
     "trained_towers",
+    "trains_on_images",
     "whole_model",
     "without_balance_loss",
     "wrapped_layers",

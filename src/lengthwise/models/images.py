@@ -331,13 +331,18 @@ def joined_images(parts: Sequence[Tensor], name: str) -> Tensor:
     return torch.cat(list(parts))
 
 
+def trains_on_images(config: Any) -> bool:
+    """Return whether rows with images train with models of this config."""
+    return getattr(config, "model_type", "") in KINDS
+
+
 def refuse_image_files(config: Any, where: str) -> None:
     """Refuse a row of a run file with images, unless rows with images train with the model of this config.
 
     Raises:
         DataError: they do not.
     """
-    if getattr(config, "model_type", "") not in KINDS:
+    if not trains_on_images(config):
         known, remedy = ", ".join(KINDS), "Train on rows of text."
         got = f"one with images, for {getattr(config, 'model_type', 'this model')}"
         raise DataError(where, expected=f"a row of text, or a model of {known}", got=got, remedy=remedy)

@@ -29,8 +29,9 @@ from lengthwise.core.packages import check_remote
 from lengthwise.data import Batches, Dataset, Tokenizer, check_fits, check_positions, load_dataset, load_tokenizer
 from lengthwise.data.feed_dataset import FeedDataset, FeedSteps, Steps, divided, longest_rows, streamed
 from lengthwise.data.load import first_rows
+from lengthwise.data.tokens import FIRST_ROWS
 from lengthwise.engine.schedule import check_steps
-from lengthwise.models import DTYPES, ModelSource, find_model, position_limit, refuse_image_files
+from lengthwise.models import DTYPES, ModelSource, find_model, position_limit, refuse_image_files, trains_on_images
 from lengthwise.models.stored_model import StoredModel
 from lengthwise.models.weights import holds_weights
 from lengthwise.planner import PACKED_DP
@@ -82,10 +83,9 @@ def prepare_job(
     collector, ranks, (config, settled) = Collector(), start.ranks, settle(start.config, gpus=start.gpus)
     attempt = collector.attempt
     model = attempt(lambda: _source(config))
-    vocab_size = getattr(model.text, "vocab_size", None) if model else None
     tokenizer = cache(lambda: load_tokenizer(config.tokenizer_name))
     how: dict[str, Any] = {"timeout_seconds": start.timeout_seconds, "one_batch": one_batch}
-    steps, known, eval_dataset = _read_data(config, tokenizer, vocab_size, attempt, **how)
+    steps, known, eval_dataset = _read_data(config, model, tokenizer, attempt, **how)
     positions, capacity = position_limit(model.config) if model else None, config.capacity_tokens
     attempt(lambda: check_replicas(ranks, config.stages))
     sizes = {"ranks": max(1, ranks // config.stages), "stages": config.stages, "capacity_tokens": capacity}
@@ -128,14 +128,15 @@ def prepare_job(
 
 def _read_data(
     config: RunConfig,
+    model: ModelSource | None,
     tokenizer: Callable[[], Tokenizer],
-    vocab_size: int | None,
     attempt: Callable[[Callable[[], Any]], Any],
     *,
     timeout_seconds: float,
     one_batch: bool,
 ) -> tuple[Steps | None, Dataset | None, Dataset | None]:
     """Return (steps of the run, rows known before the first, eval data), None for each that is missing or wrong."""
+    vocab_size = getattr(model.text, "vocab_size", None) if model else None
     stored = data_cache(config.tokenizer_name, tokenizer, vocab_size, timeout_seconds)
 
     def read(sources: Sequence[DataSource], key: str) -> Dataset:
@@ -143,12 +144,13 @@ def _read_data(
         return load_dataset(ready, tokenizer=tokenizer, vocab_size=vocab_size, key=key)
 
     meanwhile, steps, served = config.data[0].comes_meanwhile and not one_batch, None, None
+    first = partial(first_rows, config.data, tokenizer=tokenizer, vocab_size=vocab_size)
     if one_batch and config.data[0].streaming:
-        batch_size = config.global_batch.model_dump()
-        known = attempt(lambda: first_rows(config.data, tokenizer=tokenizer, vocab_size=vocab_size, **batch_size))
+        known = attempt(partial(first, **config.global_batch.model_dump()))
     elif meanwhile:
-        known = longest_rows(config.data)
-        served = attempt(lambda: _fed_dataset(config, tokenizer, vocab_size))
+        peeks = config.data[0].streaming and model is not None and trains_on_images(model.config)
+        known = longest_rows(config.data, attempt(partial(first, sequences=FIRST_ROWS)) if peeks else None)
+        served = attempt(lambda: _fed_dataset(config, tokenizer, vocab_size, sees=known.first_with_images is not None))
     else:
         known = attempt(partial(read, config.data, "data"))
     if served is not None:
@@ -159,7 +161,9 @@ def _read_data(
     return steps, known, attempt(partial(read, held_out, "eval.data")) if held_out else None
 
 
-def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None) -> FeedDataset:
+def _fed_dataset(
+    config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_size: int | None, *, sees: bool
+) -> FeedDataset:
     """Return the dataset of rows that are read during training, before any is read."""
     try:
         digest = tokenizer().digest() + tokenizer().template_digest()
@@ -167,7 +171,7 @@ def _fed_dataset(config: RunConfig, tokenizer: Callable[[], Tokenizer], vocab_si
         digest = ""
     of_tokenizer = {"tokenizer_name": config.tokenizer_name, "vocab_size": vocab_size, "tokenizer_digest": digest}
     if config.data[0].streaming:
-        return streamed(config.data, seed=config.seed, **of_tokenizer)
+        return streamed(config.data, seed=config.seed, sees=sees, **of_tokenizer)
     check_remote()
     return divided(config.data, seed=config.seed, **of_tokenizer)
 
@@ -180,7 +184,8 @@ def _source(config: RunConfig) -> ModelSource:
 def _check_towers(dataset: Dataset) -> None:
     """Refuse towers that would train without a row that they see."""
     if dataset.first_with_images is None:
-        expected, remedy = "rows with images, of files that are read at the start", "Take train_towers out."
+        expected = f"rows with images, in a stream among its first {FIRST_ROWS}, not of `remote`"
+        remedy = "Take train_towers out."
         raise ConfigError("train_towers", expected=expected, got="rows of text", remedy=remedy)
 
 

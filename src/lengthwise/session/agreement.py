@@ -29,9 +29,7 @@ from lengthwise.session.runner import StepEnd
 from lengthwise.session.user_loop import hook_until_closed
 
 _CALL = "call of the session"
-_GIVEN = (
-    2  # arguments that are compared at most; all calls compare as many, or gloo would end a rank that calls another
-)
+_GIVEN = 2  # compared arguments of a call; all compare as many numbers, or gloo would end a rank that calls another
 _BITS = 48  # bits of a digest or of flags in one number, exact in fp64
 _GROUPS = "arguments of the optimizer's groups, such as learning rates"
 _SLICES = "changes to slices in optimizer.param_groups, and calls of zero_grad"
