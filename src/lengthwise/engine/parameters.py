@@ -337,11 +337,8 @@ class Parameters:
         before = self._is_whole
         self._is_whole = self.keeps_values or is_kept
         try:
-            with (
-                nullcontext()
-                if self.keeps_values
-                else whole_inside(self._model, slices, self._transport, is_kept=is_kept, device=device)
-            ):
+            inside = whole_inside(self._model, slices, self._transport, is_kept=is_kept, device=device)
+            with nullcontext() if self.keeps_values else inside:
                 yield
         finally:
             self._is_whole = before
