@@ -43,10 +43,9 @@ def all_terms_cost(
         raise ConfigError("stages", expected=expected, got=str(stages), remedy="Choose other {stages}.")
     plain, dtype_bytes = analytic_cost(shape, hardware), hardware.compute_dtype_bytes
     node_link, rings = hardware.node_link_bytes_per_second, hardware.node_ring_bytes_per_second
-    layers = shape.num_attention / stages
     memory = replace(step_memory(shape, hardware, 1, cut=LayerCut(stages=stages)), trained=adapters)
     copies = min(hardware.copy_bytes_per_second, hardware.host_copy_bytes_per_second / hardware.ranks_per_node)
-    held_keys = shape.key_width / stages  # numbers of all layers
+    layers, held_keys = shape.num_attention / stages, shape.key_width / stages  # numbers of all layers
     exchanged = 2 * (shape.query_width / stages + held_keys)  # q, out; k, v
     ring_forward = 1 / (2 + GRADIENT_BYTES / dtype_bytes)  # once forward; once more and the gradients backward
     linear, linear_forward = _linear_work(shape, adapters)
