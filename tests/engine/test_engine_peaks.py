@@ -6,7 +6,7 @@ import pytest
 from testing.peaks import HYBRIDS, VOCAB, Cell, Rank, measured_peak, predicted_at_start, predicted_by_formula
 
 from lengthwise.comm import SoloTransport
-from lengthwise.core.plan import layer_kinds
+from lengthwise.core.plan import kinds_by_layer
 from lengthwise.cost import mixed_capacity
 from lengthwise.engine.byte_watch import LiveBytes
 from lengthwise.engine.measuring import SmallPasses, measure_microbatch
@@ -67,7 +67,7 @@ def test_the_peak_with_a_prefix_computed_once_is_predicted():
 @pytest.mark.parametrize("family", some(["llama", *HYBRIDS], 0))
 def test_a_mix_holds_what_follows_from_the_capacities_of_its_kinds(family, mix):
     """Measured with the mix itself: no more, and less by what the kinds differ in one of the six layers at most."""
-    rank, (kind, stronger, count, layers) = Rank(replace(FEW, family=family), SoloTransport()), layer_kinds(mix)
+    rank, (kind, stronger, count, layers) = Rank(replace(FEW, family=family), SoloTransport()), kinds_by_layer(mix)
     held = dict[str, int]()
     for each in (kind, stronger, mix):
         passes = SmallPasses(model=rank.model, kernel=rank.kernel, recompute=each)

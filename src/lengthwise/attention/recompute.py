@@ -38,7 +38,7 @@ _PRODUCTS = frozenset(
 class ActivationPolicy:
     """The activations of a microbatch that are kept for backward, by its plan.
 
-    recompute: as `core.plan.layer_kinds` reads it. saver: saver of the plan's offloaded share, None without.
+    recompute: as `core.plan.kinds_by_layer` reads it. saver: saver of the plan's offloaded share, None without.
     """
 
     recompute: str = "none"

@@ -72,7 +72,7 @@ class LayerKinds(NamedTuple):
 
 
 @cache
-def layer_kinds(recompute: str) -> LayerKinds:
+def kinds_by_layer(recompute: str) -> LayerKinds:
     """Read a recomputation: one of `RECOMPUTE_KINDS`, or a mix such as `elementwise+6/36`.
 
     In the mix 6 of 36 layers have the kind that is `STRONGER`. ValueError: neither.
@@ -324,7 +324,7 @@ def _read_microbatch(row: object, where: str) -> Microbatch:
     if not is_number(offload) or not 0 <= offload <= 1:
         raise _refuse(f"{where}: offload", "a ratio from 0 to 1", offload)
     try:
-        layer_kinds(str(recompute))
+        kinds_by_layer(str(recompute))
     except ValueError as error:
         raise _refuse(f"{where}: recompute", f"one of {error}", recompute) from None
     read = tuple(_read_piece(piece, f"{where}, piece {i}") for i, piece in enumerate(pieces))

@@ -16,7 +16,7 @@ class Choice:
 
     heads: ranks of a group that splits heads, a divisor of the degree and of the model's heads.
     offload: offload ratio of the microbatch, 0 to 1.
-    recompute: recomputation of the microbatch, as `core.plan.layer_kinds` reads it.
+    recompute: recomputation of the microbatch, as `core.plan.kinds_by_layer` reads it.
     """
 
     heads: Numbers = 1

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lengthwise.core.held import kept_ratio
-from lengthwise.core.plan import RECOMPUTED, layer_kinds
+from lengthwise.core.plan import RECOMPUTED, kinds_by_layer
 from lengthwise.core.shape import ModelShape
 from lengthwise.cost.choices import AS_CUT, Choice
 from lengthwise.cost.layout import ModelLayout
@@ -202,7 +202,7 @@ class StepMemory(ModelLayout):
     def saved_bytes(self, recompute: str) -> float:
         """Count the bytes that a device keeps of one token from forward to backward, the last norm's included.
 
-        All but two layers of them can be offloaded. recompute: as `core.plan.layer_kinds` reads it.
+        All but two layers of them can be offloaded. recompute: as `core.plan.kinds_by_layer` reads it.
         """
         layer = self._layer()
         saved = self.shape.layers * layer.saved(recompute) + layer.bare_norm * self.shape.hidden
@@ -347,7 +347,7 @@ class _Layer:
 
     def saved(self, recompute: str) -> float:
         """Count the bytes that are saved from forward to backward."""
-        return sum(share * self._saved(kind) for kind, share in layer_kinds(recompute).shares)
+        return sum(share * self._saved(kind) for kind, share in kinds_by_layer(recompute).shares)
 
     def _saved(self, kind: str) -> int:
         again = RECOMPUTED[kind]
@@ -363,7 +363,7 @@ class _Layer:
         other). In a norm, if that comes first: its saved values; five or six exact numbers. A recomputed layer adds all
         that it had not kept; the first layers, whose kind may be stronger, add no more than what is free by then.
         """
-        kind = layer_kinds(recompute).kind
+        kind = kinds_by_layer(recompute).kind
         shape, family, narrow = self.shape, self.family, self.dtype_bytes
         active = shape.mlp_width // shape.num_mlp
         gradients = narrow * (shape.hidden + 2 * active)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from lengthwise.core.cut import position_chunks
-from lengthwise.core.plan import RECOMPUTED, layer_kinds
+from lengthwise.core.plan import RECOMPUTED, kinds_by_layer
 from lengthwise.cost.links import Floats, Numbers, Reach, chosen
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ BACKWARD = PassShares(attention=5 / 7, linear=2 / 3, ring=3 / 4, exchange=1 / 2)
 def passes(forward: PassShares, backward: PassShares, recompute: str) -> tuple[PassShares, ...]:
     """List the passes of a microbatch with this kind of recomputation, forward first."""
     attention = products = linear = 0.0  # shares of the layers
-    for kind, share in layer_kinds(recompute).shares:
+    for kind, share in kinds_by_layer(recompute).shares:
         if (again := RECOMPUTED[kind]) is not None:
             attention, linear = attention + share * again.attention, linear + share
             products += share * again.products

@@ -21,7 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lengthwise.attention import ActivationPolicy, PlannedAttention, Recomputation
 from lengthwise.core.errors import ModelRefused
 from lengthwise.core.names import counted
-from lengthwise.core.plan import RECOMPUTED, Again, layer_kinds
+from lengthwise.core.plan import RECOMPUTED, Again, kinds_by_layer
 from lengthwise.models.double import as_here
 from lengthwise.models.modules import modules_of
 from lengthwise.models.text_part import trained_towers, without_towers
@@ -59,7 +59,7 @@ def apply_policy(
 def _recomputing(
     model: nn.Module, planned: PlannedAttention, policy: ActivationPolicy, *, draws: bool
 ) -> Iterator[None]:
-    kinds = layer_kinds(policy.recompute)
+    kinds = kinds_by_layer(policy.recompute)
     if kinds.stronger == "none":
         yield
         return

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import numpy as np
 
 from lengthwise.core.errors import ConfigError, PlanError, raise_problems
-from lengthwise.core.plan import STRONGER, Plan, layer_kinds
+from lengthwise.core.plan import STRONGER, Plan, kinds_by_layer
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choices, Cost, mixed_capacity
 from lengthwise.planner.baselines.single_degree import PACKED_DP, refuse_cut
@@ -130,7 +130,7 @@ def plan_recomputed(
             continue
         cluster = Cluster(ranks=ranks, capacity_tokens=capacity)
         try:
-            offload = "off" if layer_kinds(kind).number else options.offload
+            offload = "off" if kinds_by_layer(kind).number else options.offload
             plan = plan_each(tokens, cluster, cost, replace(options, recompute=kind, offload=offload))
         except PlanError as error:
             refused[kind] = error

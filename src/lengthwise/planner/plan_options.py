@@ -10,7 +10,7 @@ from typing import Any
 
 from lengthwise.core.errors import Collector, ConfigError, LengthwiseError, raise_problems
 from lengthwise.core.names import unknown_name
-from lengthwise.core.plan import RECOMPUTE_KINDS, layer_kinds
+from lengthwise.core.plan import RECOMPUTE_KINDS, kinds_by_layer
 from lengthwise.core.sizes import read_whole
 from lengthwise.cost import Choices, Cost, StepMemory
 from lengthwise.planner.problem.speeds import read_speeds
@@ -26,7 +26,7 @@ class PlanOptions:
 
     planner: one of `PLANNERS`, or a registered one. layers: number of the model's layers; offload ratios and pipeline
     stages depend on it. context_tokens: context of the mesh of `static`, in tokens (default: the longest sequence).
-    recompute: recomputation in every microbatch, as `layer_kinds` reads it. offload: `auto`: microbatches above the
+    recompute: recomputation in every microbatch, as `kinds_by_layer` reads it. offload: `auto`: microbatches above the
     capacity offload as much as they must; `off`: none does. heads: `auto`: each ring splits heads if that is faster;
     `off`: none does; a number such as 4: groups of 4 if possible. mode: one of `MODES`; `lengthwise` plans all of them,
     other planners only `free`, which `pipeline` runs through stages. speeds: relative speed of each rank, 1 for that of
@@ -87,7 +87,7 @@ class PlanOptions:
         if self.mode not in MODES:
             unknown.append(unknown_name("mode", self.mode, MODES))
         try:
-            mix = layer_kinds(self.recompute)
+            mix = kinds_by_layer(self.recompute)
         except ValueError:
             unknown.append(unknown_name("recompute", self.recompute, RECOMPUTE_KINDS))
         else:

@@ -14,7 +14,6 @@ from datetime import UTC, datetime
 from functools import partial
 from math import lcm
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +25,7 @@ from lengthwise.config import OptimizerConfig
 from lengthwise.core.errors import MemoryShortage
 from lengthwise.core.measurements import Clock, Measurements, Precision, Sample
 from lengthwise.core.shape import ModelShape
-from lengthwise.cost import logits_at_once, shape_from_config
+from lengthwise.cost import shape_from_config
 from lengthwise.cost.fit import fit_samples
 from lengthwise.cost.measured import base_cost
 from lengthwise.engine.batch import random_batch
@@ -46,15 +45,14 @@ from lengthwise.models import (
     choose_model_kernel,
     image_reader,
     left_alone,
-    loss_by,
     position_limit,
     run_tower,
     score_cap,
     sees_images,
-    token_loss,
     whole_model,
 )
 from lengthwise.offload import ActivationStore, DiskStore, PinnedStore
+from lengthwise.profiler.model_ends import run_embedding, run_head
 from lengthwise.profiler.place import this_place
 from lengthwise.profiler.runs import (
     GPU_TIMES,
@@ -318,7 +316,7 @@ class RankProfiler:
     def _end_of_model(self, run: ProfiledRun) -> _Timed:
         """Time the embedding, or the head with its loss, forward and backward."""
         ids = torch.arange(run.lengths[0], device=self._world.device) % self._shape.vocab
-        work = partial(_run_head if run.kind == "head" else _run_embedding, self._model, ids)
+        work = partial(run_head if run.kind == "head" else run_embedding, self._model, ids)
         return lambda: (self._watch.seconds(work), 0.0, float("nan"))
 
     def _images(self, tokens: int) -> _Timed:
@@ -390,20 +388,3 @@ class RankProfiler:
         everyone = torch.empty(self._world.world_size * own.numel(), dtype=torch.float64)
         self._plain.all_gather(everyone, own.contiguous().view(-1))
         return everyone.view(self._world.world_size, *own.shape).numpy()
-
-
-def _run_embedding(model: Any, ids: Tensor) -> None:
-    """Run the embedding of ids (tokens,) forward, and backward if it trains; gradients accumulate."""
-    found = model.get_input_embeddings()(ids[None])
-    if found.requires_grad:
-        found.backward(torch.ones_like(found))
-
-
-def _run_head(model: Any, ids: Tensor) -> None:
-    """Run head and loss of labels (tokens,) forward and backward, with as many logits at once as in training."""
-    head: Any = model.get_output_embeddings()
-    like, width = head.weight, head.weight.shape[-1]
-    words: int = model.config.vocab_size
-    for some in ids.split(logits_at_once(words, on_gpus=ids.is_cuda) // words or 1):
-        hidden = torch.randn(len(some), width, dtype=like.dtype, device=ids.device, requires_grad=True)
-        loss_by(model, token_loss, head(hidden), some).backward()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from lengthwise.core.errors import LengthwiseError, PlanError, raise_problems
 from lengthwise.core.held import held_by_rank, kept_ratio
-from lengthwise.core.plan import Microbatch, Piece, Plan, layer_kinds
+from lengthwise.core.plan import Microbatch, Piece, Plan, kinds_by_layer
 from lengthwise.program.features import REQUIRED, Feature, features_of
 
 _REPORTED = 20  # problems reported in full; a broken plan can have thousands
@@ -119,7 +119,7 @@ def _capacity_problems(plan: Plan, microbatch: Microbatch, where: str) -> list[P
 
 def _mix_problems(plan: Plan, microbatch: Microbatch, where: str) -> Iterator[PlanError]:
     """Check a recomputation whose first layers have a stronger kind."""
-    mix = layer_kinds(microbatch.recompute)
+    mix = kinds_by_layer(microbatch.recompute)
     if not mix.number:
         return
     if mix.layers != plan.layers:

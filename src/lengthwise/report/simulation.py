@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lengthwise.core.names import counted
-from lengthwise.core.plan import layer_kinds
+from lengthwise.core.plan import kinds_by_layer
 from lengthwise.report.branches import branches_json, branches_notes
 from lengthwise.report.figures import count, percent, seconds
 from lengthwise.report.tables import ColumnTable
@@ -136,7 +136,7 @@ def settings_text(found: Found) -> str:
 
 
 def _again(recompute: str) -> list[str]:
-    mix = layer_kinds(recompute)
+    mix = kinds_by_layer(recompute)
     some = f"{_AGAIN[mix.stronger]} in {mix.number}" * bool(mix.number)  # of the layers
     words = [each for each in (_AGAIN[mix.kind], some) if each]
     return [f"recompute {', '.join(words)}"] if words else []
