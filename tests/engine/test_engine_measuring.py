@@ -1,4 +1,7 @@
-"""Small passes measure what a microbatch holds, and nothing else that an allocator does; that of a GPU is a fake."""
+"""Small passes measure what a microbatch holds, kernels' workspaces too, and nothing else that an allocator does.
+
+The allocator of a GPU is a fake.
+"""
 
 import math
 import weakref
@@ -7,7 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 from testing import LiveBytes, run_ranks, tiny_model
+from testing.varlen import ReferenceVarlenOps
 
+from lengthwise.attention.cudnn import ByLengthKernel
+from lengthwise.attention.varlen import VarlenKernel
 from lengthwise.comm import SoloTransport
 from lengthwise.engine import measuring
 from lengthwise.engine.measuring import FallingLine
@@ -88,20 +94,13 @@ def llama():
     return model
 
 
-def measured(model, transport):
+def measured(model, transport, *, most_tokens=MOST, leaving_bytes=0):
     engine = Engine(
-        model=model,
-        transport=transport,
-        planner=None,
-        num_heads=4,
-        timeout_seconds=60.0,
-        computing=Computing(),
-        device=CPU,
-        dtype=torch.float32,
-        logits_at_once=2**16,
-    )
-    how = {"logits_at_once": engine.logits_at_once, "leaving_bytes": 0}
-    return Measuring(engine=engine, kinds=("none",), heads="off", most_tokens=MOST, **how)
+        model=model, transport=transport, planner=None, num_heads=4, timeout_seconds=60.0, computing=Computing(),
+        device=CPU, dtype=torch.float32, logits_at_once=2**16,
+    )  # fmt: skip
+    how = {"logits_at_once": engine.logits_at_once, "leaving_bytes": leaving_bytes, "most_tokens": most_tokens}
+    return Measuring(engine=engine, kinds=("none",), heads="off", **how)
 
 
 @pytest.mark.parametrize("changes", some([{"once": ONCE, "of_shapes": True}, {"block": 2 * MB}]), ids=str)
@@ -147,3 +146,47 @@ def test_the_optimizer_and_the_end_of_a_step_need_room_too(monkeypatch):
     free, rank = 0.9 * TOTAL, measured(llama(), SoloTransport())
     for end, budget in ((free - 100 * MB, free - 100 * MB), (free, 0.0)):
         assert replace(rank, kept_bytes=100 * MB, end_bytes=end).memory().budget_bytes == pytest.approx(budget)
+
+
+LEAST, A_ROW, FREE = 256, 20_000, 2e7
+
+
+class WithWorkspace(VarlenKernel):
+    """A kernel that needs room beside its operands and results while it computes gradients: a constant, and by row."""
+
+    def __init__(self, a_row, fixed):
+        super().__init__(ReferenceVarlenOps(), token_multiple=1)
+        self._a_row, self._fixed = a_row, fixed
+
+    def backward(self, grad_out, block, saved):
+        workspace = torch.empty(self._fixed + self._a_row * len(block.q), dtype=torch.uint8)
+        found = super().backward(grad_out, block, saved)
+        del workspace
+        return found
+
+
+def held_beside(monkeypatch, *, a_row=0, fixed=0, most_tokens=10**6):
+    """Return what a rank holds, and the tokens of it, where the kernel of long sequences has such a workspace."""
+    rest = VarlenKernel(ReferenceVarlenOps(), token_multiple=1)
+    kernel = ByLengthKernel(WithWorkspace(a_row, fixed), rest, diagonal_tokens=LEAST)
+    monkeypatch.setattr(Engine, "kernel", lambda *_: kernel)
+    monkeypatch.setattr(room, "free_bytes", lambda *_: FREE)
+    found = measured(tiny_model("llama"), SoloTransport(), most_tokens=most_tokens).held()
+    return found.memory, found.plain["none"]
+
+
+def test_room_for_the_workspace_of_the_long_kernel_is_left(monkeypatch):
+    without, most = held_beside(monkeypatch)
+    memory, tokens = held_beside(monkeypatch, a_row=A_ROW, fixed=10**6)
+    for rows in (LEAST, 1000):
+        more = memory.peak_bytes("none", rows) - without.peak_bytes("none", rows)
+        assert more == pytest.approx(10**6 + A_ROW * rows, abs=64)  # borders are kept
+    assert memory.peak_bytes("none", LEAST - 1) == without.peak_bytes("none", LEAST - 1)
+    taken = [without.peak_bytes("none", rows) + 10**6 + A_ROW * rows for rows in (tokens, tokens + 128)]
+    assert taken[0] <= 0.9 * FREE < taken[1]
+    assert LEAST < tokens < most
+
+
+def test_batches_of_short_sequences_do_not_run_it(monkeypatch):
+    few = {"most_tokens": LEAST - 1}
+    assert held_beside(monkeypatch, a_row=A_ROW, **few)[1] == held_beside(monkeypatch, **few)[1]
