@@ -1,4 +1,4 @@
-"""Parameters cut over ranks by units, under plans in lock-step: gradients, memory, and values that are away."""
+"""Parameters cut over ranks by units, under plans in lock-step: gradients, memory, order, and values that are away."""
 
 import copy
 import random
@@ -8,9 +8,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from testing import LiveBytes, build_pair, family_difference, make_plan, random_plan, run_ranks, tiny_family_config
-from testing.laid import whole_parameters
+from testing import (
+    LiveBytes,
+    RecordingTransport,
+    build_pair,
+    family_difference,
+    make_plan,
+    random_plan,
+    run_ranks,
+    tiny_family_config,
+)
+from testing.laid import freed_parameters, whole_parameters
 from testing.late import LateTransport
+from testing.order import check_order, rank_groups
 from testing.peaks import kept_bytes
 from testing.strict import StrictWorld
 
@@ -131,36 +141,97 @@ def test_what_the_optimizer_leaves_on_the_device_is_what_the_memory_model_counts
             assert found == pytest.approx((1, 1), rel=0.05), layout
 
 
-@pytest.mark.parametrize(("tied", "per_node"), [(True, 4), (False, 2)])
-def test_what_is_gathered_is_what_the_memory_model_counts(tied, per_node):
-    """Of a wave with next to no tokens, in bf16."""
-    words = 8192
+@pytest.mark.parametrize(
+    ("tied", "per_node", "casts_to"),
+    [(True, 4, None), (False, 2, None), (False, 4, torch.bfloat16), more(False, 2, torch.bfloat16)],
+)
+def test_what_is_gathered_is_what_the_memory_model_counts(tied, per_node, casts_to):
+    """Of a wave with next to no tokens in bf16, or in fp32 with linear layers gathered in bf16 and next to no words."""
+    words, dtype = (64, torch.float32) if casts_to else (8192, torch.bfloat16)
     sizes = {"hidden_size": 256, "intermediate_size": 800, "head_dim": 64, "num_hidden_layers": 4}
     model = build(vocab_size=words, tie_word_embeddings=tied, **sizes)
-    layer = sum(each.numel() for each in model.model.layers[0].parameters())
-    plan = in_waves(make_plan(4, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4), "layer")
-    transport = LateTransport(OneOfSame(0, 4))
-    parameters = shard(model, transport, torch.bfloat16, per_node)
-    with LiveBytes(*model.parameters(), *parameters.tensors()) as live:
-        run(model, parameters, transport, plan, (2,), dtype=torch.bfloat16)
-    how = {"ranks": per_node, "ties": tied, "casts": per_node == 4}
-    expected = gathered_bytes(layer, 256 * words, dtype_bytes=2, **how)
-    assert live.peak_bytes == pytest.approx(expected, rel=0.03)
-
-
-@pytest.mark.parametrize("per_node", [4, more(2)])
-def test_mixed_precision_keeps_and_gathers_what_the_memory_model_counts(per_node):
-    """In fp32 with linear layers gathered in bf16, of next to no tokens and words."""
-    model = build(vocab_size=64, hidden_size=256, intermediate_size=800, head_dim=64, num_hidden_layers=4)
     count, layer = (sum(each.numel() for each in part.parameters()) for part in (model, model.model.layers[0]))
     plan = in_waves(make_plan(4, (2,), [[Piece(ranks=(0,), sequences=(0,))]], layers=4), "layer")
     transport = LateTransport(OneOfSame(0, 4))
-    parameters = shard(model, transport, torch.float32, per_node, casts_to=torch.bfloat16)
-    sizes = {"shape": shape_from_config(model.config.to_dict()), "parameters": count, "ranks": 4, "layer_bytes": 2}
-    memory = StepMemory(**sizes, shard="hybrid", ranks_per_node=per_node)
-    assert kept_bytes(model, parameters, OptimizerConfig()) == pytest.approx(memory.state_bytes(), rel=0.02)
+    parameters = shard(model, transport, dtype, per_node, casts_to=casts_to)
+    narrow = {"layer_bytes": 2} if casts_to else {}
+    if casts_to:
+        sizes = {"shape": shape_from_config(model.config.to_dict()), "parameters": count, "ranks": 4, **narrow}
+        memory = StepMemory(**sizes, shard="hybrid", ranks_per_node=per_node)
+        assert kept_bytes(model, parameters, OptimizerConfig()) == pytest.approx(memory.state_bytes(), rel=0.02)
     with LiveBytes(*model.parameters(), *parameters.tensors()) as live:
-        run(model, parameters, transport, plan, (2,), dtype=torch.float32, autocast=torch.bfloat16)
-    how = {"ranks": per_node, "ties": False, "casts": per_node == 4, "layer_bytes": 2}
-    expected = gathered_bytes(layer, 256 * 64, dtype_bytes=4, **how)
+        run(model, parameters, transport, plan, (2,), dtype=dtype, autocast=casts_to)
+    how = {"ranks": per_node, "ties": tied, "casts": per_node == 4, **narrow}
+    expected = gathered_bytes(layer, 256 * words, dtype_bytes=dtype.itemsize, **how)
     assert live.peak_bytes == pytest.approx(expected, rel=0.03)
+
+
+@given(
+    seed=st.integers(0, 2**16),
+    kind=st.sampled_from(KINDS),
+    family=st.sampled_from(("llama", "mistral")),
+    tied=st.booleans(),
+    chunks=st.sampled_from((None, 1, 5)),
+)
+@costliest
+def test_all_that_ranks_post_completes_on_one_strict_queue_a_rank(seed, kind, family, tied, chunks):
+    """Gathers, sums, heads and rings; collectives of a node's ranks have the same keys, whatever tokens these have."""
+    choose = random.Random(seed)
+    ranks, per_node = choose.choice(((2, 2), (3, 3), (4, 4), (4, 2), (6, 2), (6, 3)))
+    lengths = [choose.randint(2, 40) for _ in range(choose.randint(1, 6))]
+    plan = in_waves(random_plan(choose, ranks, lengths, layers=2, num_heads=4), kind)
+    model = build(family, tie_word_embeddings=tied)
+    windows = [getattr(model.config, "sliding_window", None)] * 2
+
+    def work(transport):
+        own, recording = copy.deepcopy(model), RecordingTransport(transport)
+        at_once = None if chunks is None else chunks * own.config.vocab_size
+        run(own, shard(own, recording, ranks_per_node=per_node), recording, plan, lengths, logits_at_once=at_once)
+        return [each.key for each in recording.calls if each.key is not None]
+
+    keys = StrictWorld(ranks).run(work)
+    assert keys == [keys[rank - rank % per_node] for rank in range(ranks)]
+    how = {"windows": windows, "tied": tied, "ranks_per_node": per_node}
+    for rank in range(0, ranks, per_node):
+        labels = [label for label, posted in rank_groups(plan, rank, **how) if ", " in label]
+        expected = [each.split(", ")[1:] for each in labels if " of unit " in each]
+        got = [["backward" if key.is_backward else "forward", key.kind] for key in keys[rank]]
+        assert got == [[name, what.split()[0]] for name, what in expected], "as `check_order` has them"
+    assert check_order(plan, layers=2, **how) >= 0
+
+
+def freed_as_nan(self):
+    self.wait()
+    self._whole.fill_(float("nan"))
+
+
+@pytest.mark.parametrize("kind", some(KINDS, 1))
+def test_nothing_is_read_before_it_is_there_or_after_it_is_freed(kind, monkeypatch):
+    """Under a transport that moves at `wait`, with NaN in what has not arrived and in units that were freed."""
+    model, plan = build(tie_word_embeddings=False), in_waves(make_plan(3, LENGTHS, WAVES, layers=2), kind)
+
+    def work(transport, around):
+        own, transport = copy.deepcopy(model), around(transport)
+        parameters = shard(own, transport)
+        run(own, parameters, transport, plan, logits_at_once=7 * own.config.vocab_size)
+        run(own, parameters, transport, plan, logits_at_once=7 * own.config.vocab_size, train=False)
+        return parameters.gather_gradients()
+
+    expected = StrictWorld(3).run(lambda t: work(t, lambda t: t))
+    monkeypatch.setattr(UnitPart, "free", freed_as_nan)
+    found = StrictWorld(3).run(lambda t: work(t, LateTransport))
+    for name, each in expected[0].items():
+        assert torch.equal(found[0][name], each), name
+
+
+def test_a_model_that_runs_its_layers_in_another_order_is_refused():
+    plan = in_waves(make_plan(2, (5,), [[Piece(ranks=(0,), sequences=(0,))]], layers=2))
+
+    def work(transport):
+        model = build()
+        layers = wrapped_layers(model)[::-1]
+        parameters = freed_parameters(model, transport, dtype=torch.float64, device=CPU, layers=layers)
+        run(model, parameters, transport, plan, (5,))
+
+    with pytest.raises(ModelRefused, match="layer 0 again, or late"):
+        StrictWorld(2).run(work)

@@ -71,16 +71,6 @@ HYBRIDS = {
 }
 
 
-
-
-
-
-
-
-
-
-
-
 class _Clocks(threading.local):
     """In place of `time`, a clock of each thread on which sleeping takes no time."""
 
@@ -115,12 +105,6 @@ def test_emulated_steps_take_what_is_simulated(name: str, monkeypatch: pytest.Mo
     """To 1 %: ranks that are free early start a microbatch a little sooner than simulated."""
     plan, cost = {"ring": (RING, _cost()), "heads": (HEADS, _cost())}.get(name) or (HYBRIDS[name], _hybrid_cost())
     assert _ratio(EmulatedRank, plan, cost, monkeypatch) == pytest.approx(1.0, rel=0.01)
-
-
-
-
-
-
 
 
 def test_emulated_pipelines_take_what_is_simulated(monkeypatch) -> None:
