@@ -10,14 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.checkpoint import (
-    CheckpointFolder,
-    RunManifest,
-    broken,
-    part,
-    read_state,
-    unfit,
-)
+from lengthwise.checkpoint import CheckpointFolder, RunManifest, broken, part, read_state, unfit
 from lengthwise.checkpoint.manifest import parameters_of, read_manifest
 from lengthwise.checkpoint.part import take_digests, write_part
 from lengthwise.checkpoint.saved_folder import begin, commit

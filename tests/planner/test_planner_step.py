@@ -113,16 +113,8 @@ PIPELINE, STATIC = {"mode": "pipeline", "layers": 4}, {"planner": "static"}
         ([5], {"layers": 32, "offload": "auto", "cost": COMPUTE}, "offload: expected off, with these costs"),
         ([5], {"layers": 32, "heads": "auto", "cost": COMPUTE}, "heads: expected off, with these costs"),
         *(([5], {"layers": 32, "heads": asked}, "heads") for asked in (0, 1.5, True)),
-        (
-            [5],
-            {"layers": 32, "recompute": "elementwise+6/36"},
-            "recompute: expected .* of the 32 layers; got elem",
-        ),
-        (
-            [5],
-            {"layers": 32, "recompute": "none+6/32", "offload": "auto"},
-            "recompute: expected one kind beside",
-        ),
+        ([5], {"layers": 32, "recompute": "elementwise+6/36"}, "recompute: expected .* of the 32 layers; got elem"),
+        ([5], {"layers": 32, "recompute": "none+6/32", "offload": "auto"}, "recompute: expected one kind beside"),
         ([5], {**PIPELINE, "stages": 2, "recompute": "none+1/4"}, "recompute: expected one kind .* in pipelines"),
         ([5], {"offload": "auto"}, r"layers: expected those of the model, at least 32.* Set layers\."),
         (None, {}, "tokens: expected lengths of sequences; got None"),
