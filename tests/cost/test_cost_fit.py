@@ -27,19 +27,13 @@ def machine(
     cost = base()
     attention, share = forward
     return replace(
-        cost,
-        quadratic_seconds=quadratic,
-        linear_seconds=linear,
-        fixed_seconds=fixed,
-        near=Link(bytes_per_second=near, hop_seconds=hop),
-        far=Link(bytes_per_second=far, hop_seconds=2 * hop),
+        cost, quadratic_seconds=quadratic, linear_seconds=linear, fixed_seconds=fixed,
+        near=Link(bytes_per_second=near, hop_seconds=hop), far=Link(bytes_per_second=far, hop_seconds=2 * hop),
         forward=replace(cost.forward, attention=attention, linear=share),
-        backward=replace(cost.backward, attention=1 - attention, linear=1 - share),
-        block_efficiency=curve,
-        copy_bytes_per_second=4e8,
-        image_ratio=1.7,
+        backward=replace(cost.backward, attention=1 - attention, linear=1 - share), block_efficiency=curve,
+        copy_bytes_per_second=4e8, image_ratio=1.7,
         ending=Ending(update_seconds=0.02, clear_seconds=1e-3, reduced_bytes_per_second=3e8),
-    )
+    )  # fmt: skip
 
 
 REAL = st.floats(min_value=0.2, max_value=5.0)
@@ -148,8 +142,9 @@ def test_curves_of_a_noisy_machine_make_a_hardware_description(tokens):
 def test_shares_prefixes_and_what_is_computed_again_are_no_slowness():
     true = machine(curve=())
 
-    def is_none_slow(plan, pairs, tokens):
-        busy = true.fixed_seconds + true.quadratic_seconds * np.array(pairs) + true.linear_seconds * np.array(tokens)
+    def is_none_slow(plan, pairs, tokens, launches=1):
+        busy = true.quadratic_seconds * np.array(pairs) + true.linear_seconds * np.array(tokens)
+        busy = busy + true.fixed_seconds * np.array(launches)
         return rank_speeds(true, [RanStep(plan=plan, busy_seconds=tuple(busy.tolist()))] * 6) is None
 
     parts, held = parts_by_shares((4000,), 2, (3.0, 1.0))
@@ -158,6 +153,8 @@ def test_shares_prefixes_and_what_is_computed_again_are_no_slowness():
     pieces = [Piece(ranks=(0,), sequences=(0, 1, 2)), Piece(ranks=(1,), sequences=(3,))]
     branches = replace(make_plan(2, (8000, 1000, 1000, 8000), pieces), parents=(None, 0, 0, None))
     assert is_none_slow(branches, [8000**2 + 2 * (9000**2 - 8000**2), 8000**2], [10_000, 8000])
+    pieces = [Piece(ranks=(int(number > 0),), sequences=(number,)) for number in range(31)]
+    assert is_none_slow(make_plan(2, (2000, *[20] * 30), pieces), [2000**2, 30 * 20**2], [2000, 600], [1, 30])
     once = true.quadratic_seconds * 2000**2 + true.linear_seconds * 2000 + true.fixed_seconds
     for kind in ("layer", "all_but_attention"):
         plan = make_plan(2, (2000, 2000), [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))])

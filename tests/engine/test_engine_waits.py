@@ -213,14 +213,9 @@ def train(inner, family, dtype, recompute, *, overlaps):
     transport = RecordingTransport(inner)
     model = copy.deepcopy(built(family))
     flat = whole_parameters(
-        model,
-        transport,
-        dtype=dtype,
-        layers=wrapped_layers(model),
-        bucket_entries=1,
-        overlaps=overlaps,
+        model, transport, dtype=dtype, layers=wrapped_layers(model), bucket_entries=1, overlaps=overlaps,
         values_late=overlaps,
-    )
+    )  # fmt: skip
     assert flat.layout.num_buckets > 2
     optimizer = sliced_optimizer(OptimizerConfig(), model, flat, transport.rank)
     names, values, norms = [], [], []

@@ -15,6 +15,7 @@ from lengthwise.core.errors import LengthwiseError, PlanError
 from lengthwise.core.plan import Piece, Plan
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape, plain_cost
+from lengthwise.data import recipes
 from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan, ring_order
 
@@ -167,7 +168,7 @@ def test_plan_step_levels_ranks_of_unequal_speed() -> None:
     """64 ranks at random half as fast as the others: with shares, and packs by speed, as good as on equal ranks."""
     cluster, choose = Cluster(ranks=64, capacity_tokens=8192), random.Random(0)
     speeds = [choose.choice((1.0, 0.5)) for _ in range(64)]
-    tokens = draw_lengths("prolong", 2**23, 0, longest_tokens=400_000)
+    tokens = recipes.draw_lengths("prolong", 2**23, 0, longest_tokens=400_000)
     plan = plan_step(tokens, cluster, ALL_TERMS, PlanOptions(speeds=speeds))
     check_plan(plan)
     assert "shares" in plan.requires
