@@ -1,4 +1,4 @@
-"""Files, folders, tables, datasets by name and the Python standard library: order, what is left out, what misbehaves."""
+"""Files, folders, tables, datasets by name, the Python standard library: order, what is left out, what misbehaves."""
 
 import errno
 import gzip

@@ -75,6 +75,11 @@ def test_no_rank_is_in_two_microbatches_at_once(tokens: list[int], ranks: int, p
     assert again.end.tolist() == timeline.end.tolist()
 
 
+def test_waves_start_together() -> None:
+    waves = replace(_local(5000, 300, 200), schedule={"kind": "waves"}, requires=("waves",))
+    assert simulate_plan(waves, COST).work_end_seconds.max() == pytest.approx(score(waves, COST).makespan_seconds)
+
+
 def test_pipelines_are_near_their_score() -> None:
     cost = all_terms_cost(SHAPE, HARDWARE, stages=4)
     tokens = draw_lengths("prolong", 500_000, 1, longest_tokens=50_000)
