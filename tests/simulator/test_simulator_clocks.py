@@ -75,8 +75,12 @@ def test_no_rank_is_in_two_microbatches_at_once(tokens: list[int], ranks: int, p
     assert again.end.tolist() == timeline.end.tolist()
 
 
-def test_waves_start_together() -> None:
-    waves = replace(_local(5000, 300, 200), schedule={"kind": "waves"}, requires=("waves",))
+def test_local_packs_take_what_the_costs_say_and_waves_start_together() -> None:
+    plan = _local(5000, 300, 200)
+    timeline, each = simulate_plan(plan, COST), [COST.piece_seconds([n], 1) + COST.fixed_seconds for n in plan.tokens]
+    assert timeline.end.tolist() == pytest.approx([each[0], each[1], each[0] + each[2]])
+    assert timeline.forward[0] - timeline.start[0] < 0.34 * each[0]
+    waves = replace(plan, schedule={"kind": "waves"}, requires=("waves",))
     assert simulate_plan(waves, COST).work_end_seconds.max() == pytest.approx(score(waves, COST).makespan_seconds)
 
 
