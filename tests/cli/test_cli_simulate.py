@@ -1,15 +1,21 @@
-"""`lengthwise simulate`: figures and files, without torch; own data, and what it is counted in."""
+"""`lengthwise simulate`: figures and files, without torch; own data, what it is counted in; ends of its processes."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from testing.small import make_rows, write_model
 
 from cli.calls import OWN, SMALL
 from lengthwise.cli.sources import listed_lengths
-from run.small_runs import told, write_rows, write_run
+from run.small_runs import children, told, write_rows, write_run
+from tiers import more
 
 
 @pytest.mark.exhaustive
@@ -113,8 +119,8 @@ def test_simulate_answers_first_in_one_sentence(tmp_path, capsys) -> None:
     """Nothing is written unasked; adapters and kernels are priced."""
     asked = ("--model", "Qwen/Qwen3-8B", "--gpus", 8, "--lengths", "github", "--batch-tokens", "64K", "--batches", 1)
     found = {}
-    for name, more in {"lora": ("--lora", 16), "quick": ("--lora", 16, "--kernel", "flash3")}.items():
-        said = told(capsys, "simulate", *asked, *more, "--out", tmp_path / name)
+    for name, given in {"lora": ("--lora", 16), "quick": ("--lora", 16, "--kernel", "flash3")}.items():
+        said = told(capsys, "simulate", *asked, *given, "--out", tmp_path / name)
         assert {each.name for each in (tmp_path / name).iterdir()} == {"simulation.json", "report.html"}
         found[name] = json.loads((tmp_path / name / "simulation.json").read_text())["answer"]
         assert said.splitlines()[0] == found[name]["sentence"]
@@ -179,3 +185,59 @@ def test_simulate_takes_model_and_data_of_a_run_file(tmp_path, capsys) -> None:
     error = told(capsys, "simulate", path, *asked, "--empty", "skip", status=2)
     assert "Add --model qwen3-8b" in error
     assert "--empty: expected nothing beside a run file" in error
+
+
+ENDLESS = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # both may be ignored where the tests run in the background
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from lengthwise import simulator
+simulator.best_mesh = lambda *_, **__: time.sleep(600)
+import os
+os.cpu_count = lambda: 2
+from lengthwise.cli import main
+main(sys.argv[1:])
+"""
+SEARCH = ("simulate", "--model", "llama-7b", "--ranks", "4", "--batch-tokens", "4K", "--batches", "1", "--lengths",
+         "prolong", "--context", "4K", "--planners", "packed-dp,lengthwise")  # fmt: skip
+
+
+def waited(is_so: Callable[[], bool], seconds: float = 90) -> bool:
+    until = time.monotonic() + seconds
+    while not (so := is_so()) and time.monotonic() < until:
+        time.sleep(0.05)
+    return so
+
+
+def is_running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="searches in processes on Linux alone")
+@pytest.mark.parametrize(
+    ("to_child", "sent", "status", "told"),
+    [
+        more(True, signal.SIGKILL, 1, "fewer devices or --planners, or --mesh same"),
+        (False, signal.SIGINT, 130, "interrupted"),
+        more(False, signal.SIGKILL, -signal.SIGKILL, ""),
+    ],
+)
+def test_simulate_ends_with_all_its_processes(tmp_path, to_child, sent, status, told) -> None:
+    run = [sys.executable, "-c", ENDLESS, *SEARCH, "--out", str(tmp_path / "out")]
+    command = subprocess.Popen(run, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        assert waited(lambda: len(children(command.pid)) == 2)
+        time.sleep(0.5)
+        searching = children(command.pid)
+        os.kill(searching[0] if to_child else command.pid, sent)
+        said = command.communicate(timeout=30)[1]
+        assert waited(lambda: not any(map(is_running, searching)))
+    finally:
+        command.kill()
+        command.communicate()
+    assert command.returncode == status
+    assert told in said
+    assert "Traceback" not in said

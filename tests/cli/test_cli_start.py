@@ -1,20 +1,29 @@
-"""Starting a run: what is refused and how it is told, where the output may go, torchrun, pipes and narrow terminals."""
+"""Starting a run: what is refused and how it is told, files written whole, torchrun, pipes and narrow terminals."""
 
+import contextlib
 import ctypes
+import fcntl
 import json
 import os
+import pty
 import shlex
 import signal
+import stat
+import struct
 import subprocess
 import sys
+import termios
 import time
+from pathlib import Path
 
 import pytest
 from testing.small import VOCAB, make_rows
 from transformers import GPT2Config
 
+from lengthwise.cli.output import refuse_unwritable_file, write_atomically
 from lengthwise.cli.train import describe_job
-from run.small_runs import Command, call, count_lines, job_of, losses, told, train, write_run
+from lengthwise.core.errors import OutputError
+from run.small_runs import Command, call, count_lines, job_of, losses, read_lines, told, train, write_run
 from tiers import more
 
 
@@ -238,3 +247,67 @@ def test_train_says_when_nothing_was_trained(tmp_path, capsys, rate):
     path = write_run(tmp_path, make_rows([5, 6]), steps=1, optimizer={"lr": rate})
     assert call("train", path) == 0
     assert ("NOTHING WAS TRAINED" in capsys.readouterr().out) == (rate == 0)
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/stdout", "/dev/new", "/proc/self/fd/1"])
+def test_devices_and_pipes_are_refused_and_stay(tmp_path, path: str) -> None:
+    """To root, a file renamed to /dev/null would be the new /dev/null of the whole machine."""
+    with pytest.raises(OutputError, match="a device or a pipe"):
+        refuse_unwritable_file(Path(path))
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OutputError, match="a device or a pipe"):
+        write_atomically(tmp_path / "pipe", "text")
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+
+
+def test_links_stay_links_and_what_they_name_is_written(tmp_path) -> None:
+    (tmp_path / "there").mkdir()
+    link, named = tmp_path / "link.json", tmp_path / "there" / "file.json"
+    link.symlink_to(named)
+    for text in ("new", "newer"):
+        write_atomically(link, text)
+        assert link.is_symlink()
+        assert named.read_text() == text
+    assert [each.name for each in (tmp_path / "there").iterdir()] == ["file.json"]
+
+
+def test_a_write_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch) -> None:
+    def interrupted(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomically(tmp_path / "file.json", "text")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.exhaustive
+def test_train_shows_every_step_whole_on_a_terminal(tmp_path):
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    path = write_run(tmp_path, make_rows([30, 12, 5, 40]), capacity_tokens=40, steps=4)
+    run = Command("train", path, "--ranks", 2, stdout=terminal, prepare=lambda: os.environ.pop("COLUMNS", None))
+    os.close(terminal)
+    shown = ""
+    with contextlib.suppress(OSError):  # the last one that writes to the terminal has ended
+        while found := os.read(screen, 4096):
+            shown += found.decode()
+    os.close(screen)
+    assert run.finish()[0] == 0
+    lines = shown.replace("\r\n", "\n").replace("\r\x1b[K", "").split("\n")
+    assert "\r" not in "".join(lines), "a line went over another"
+    for row in read_lines(tmp_path / "out/metrics.jsonl"):
+        (first,) = [n for n, line in enumerate(lines) if line.startswith(f"step {row['step']}/4")]
+        said = lines[first : first + 2]
+        assert f"{row['loss']:.4f}" in " ".join(said)
+        assert max(map(len, said)) <= 60
+
+
+@pytest.mark.exhaustive
+def test_a_full_disk_under_the_output_is_told_without_a_traceback(tmp_path) -> None:
+    command = [sys.executable, "-m", "lengthwise", "simulate", "--help"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error[output] standard output or a file: expected room on the disk; got a full disk\n"

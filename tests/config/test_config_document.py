@@ -12,23 +12,11 @@ from lengthwise.core.errors import ConfigError
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("3e-4", 3e-4),
-        ("1E5", 1e5),
-        (".5", 0.5),
-        ("+7", 7),
-        ("0o17", 15),
-        ("-.inf", -math.inf),
-        ("010", "010"),
-        ("~", None),
-        ("TRUE", True),
-        ("yes", "yes"),
-        ("1_000", "1_000"),
-        ("1:30", "1:30"),
-        ("2020-01-01", "2020-01-01"),
-        ("!!str 3", "3"),
-        ("{a: [1, 2.0]}", {"a": [1, 2.0]}),
+        ("3e-4", 3e-4), ("1E5", 1e5), (".5", 0.5), ("+7", 7), ("0o17", 15), ("-.inf", -math.inf), ("010", "010"),
+        ("~", None), ("TRUE", True), ("yes", "yes"), ("1_000", "1_000"), ("1:30", "1:30"), ("2020-01-01", "2020-01-01"),
+        ("!!str 3", "3"), ("{a: [1, 2.0]}", {"a": [1, 2.0]}),
     ],
-)
+)  # fmt: skip
 def test_document_scalar_is_what_a_user_means(text, value):
     found, problems = parse_values(text, "f")
     assert problems == []

@@ -1,4 +1,4 @@
-"""Fitting: known coefficients come back from samples, with noise to within their stated errors."""
+"""Fitting: known coefficients come back from samples, within their stated errors; other work makes no rank slow."""
 
 from dataclasses import replace
 
@@ -6,14 +6,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from testing import make_plan
 
 from cost.measured_samples import SHAPE, base, measurements_of, sample, samples_of
 from lengthwise.core.errors import ConfigError
+from lengthwise.core.plan import Piece
 from lengthwise.cost import Choice, Link
 from lengthwise.cost.ending import Ending
 from lengthwise.cost.fit import block_curves, fit_samples, with_terms
 from lengthwise.cost.hardware import named_hardware
 from lengthwise.cost.measured import measured_cost
+from lengthwise.cost.passes import parts_by_shares
+from lengthwise.cost.rank_speeds import RanStep, rank_speeds
 from properties import costliest
 
 
@@ -23,19 +27,13 @@ def machine(
     cost = base()
     attention, share = forward
     return replace(
-        cost,
-        quadratic_seconds=quadratic,
-        linear_seconds=linear,
-        fixed_seconds=fixed,
-        near=Link(bytes_per_second=near, hop_seconds=hop),
-        far=Link(bytes_per_second=far, hop_seconds=2 * hop),
+        cost, quadratic_seconds=quadratic, linear_seconds=linear, fixed_seconds=fixed,
+        near=Link(bytes_per_second=near, hop_seconds=hop), far=Link(bytes_per_second=far, hop_seconds=2 * hop),
         forward=replace(cost.forward, attention=attention, linear=share),
-        backward=replace(cost.backward, attention=1 - attention, linear=1 - share),
-        block_efficiency=curve,
-        copy_bytes_per_second=4e8,
-        image_ratio=1.7,
+        backward=replace(cost.backward, attention=1 - attention, linear=1 - share), block_efficiency=curve,
+        copy_bytes_per_second=4e8, image_ratio=1.7,
         ending=Ending(update_seconds=0.02, clear_seconds=1e-3, reduced_bytes_per_second=3e8),
-    )
+    )  # fmt: skip
 
 
 REAL = st.floats(min_value=0.2, max_value=5.0)
@@ -139,3 +137,29 @@ def test_curves_of_a_noisy_machine_make_a_hardware_description(tokens):
         found += [sample("ring_block", number**2 * random.uniform(0.1, 1), (number,)) for number in tokens]
         documents, rings = block_curves(found)
         replace(named_hardware("cpu"), block_efficiency=documents, ring_efficiency=rings)
+
+
+def test_shares_prefixes_and_what_is_computed_again_are_no_slowness():
+    true = machine(curve=())
+
+    def is_none_slow(plan, pairs, tokens, launches=1):
+        busy = true.quadratic_seconds * np.array(pairs) + true.linear_seconds * np.array(tokens)
+        busy = busy + true.fixed_seconds * np.array(launches)
+        return rank_speeds(true, [RanStep(plan=plan, busy_seconds=tuple(busy.tolist()))] * 6) is None
+
+    parts, held = parts_by_shares((4000,), 2, (3.0, 1.0))
+    shared = make_plan(2, (4000,), [Piece(ranks=(0, 1), sequences=(0,), shares=(3.0, 1.0))])
+    assert is_none_slow(shared, 4000**2 * parts, held)
+    pieces = [Piece(ranks=(0,), sequences=(0, 1, 2)), Piece(ranks=(1,), sequences=(3,))]
+    branches = replace(make_plan(2, (8000, 1000, 1000, 8000), pieces), parents=(None, 0, 0, None))
+    assert is_none_slow(branches, [8000**2 + 2 * (9000**2 - 8000**2), 8000**2], [10_000, 8000])
+    pieces = [Piece(ranks=(int(number > 0),), sequences=(number,)) for number in range(31)]
+    assert is_none_slow(make_plan(2, (2000, *[20] * 30), pieces), [2000**2, 30 * 20**2], [2000, 600], [1, 30])
+    once = true.quadratic_seconds * 2000**2 + true.linear_seconds * 2000 + true.fixed_seconds
+    for kind in ("layer", "all_but_attention"):
+        plan = make_plan(2, (2000, 2000), [Piece(ranks=(0,), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))])
+        plan = replace(plan, microbatches=(replace(plan.microbatches[0], recompute=kind), *plan.microbatches[1:]))
+        passes = true.passes(kind)
+        again = sum(each.attention for each in passes) * true.quadratic_seconds * 2000**2
+        again += sum(each.linear for each in passes) * (true.linear_seconds * 2000 + true.fixed_seconds)
+        assert rank_speeds(true, [RanStep(plan=plan, busy_seconds=(again, once))] * 6) is None

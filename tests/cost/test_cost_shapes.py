@@ -22,14 +22,9 @@ from lengthwise.cost import (
 from lengthwise.cost.analytic import layer_flops, layer_seconds
 
 MISTRAL: dict[str, Any] = {
-    "model_type": "mistral",
-    "hidden_size": 4096,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "intermediate_size": 14336,
-    "vocab_size": 32000,
-}
+    "model_type": "mistral", "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 32000,
+}  # fmt: skip
 
 
 CARDS = {  # parameters in billions, as the model's card says

@@ -38,22 +38,11 @@ def full_cost(*, ring_seconds: float = 0.0, hop_seconds: float = 0.0, **coeffici
     """Make costs of one pass and one link of a byte a second, with heads, copies and layers beside it."""
     link = Link(bytes_per_second=1.0, hop_seconds=hop_seconds)
     return Cost(
-        **coefficients,
-        forward=PassShares(attention=1.0, linear=1.0, ring=1.0, exchange=1.0),
-        backward=NOTHING,
-        near=link,
-        far=link,
-        ranks_per_node=4,
-        ring_bytes=ring_seconds,
-        exchange_bytes=3.0,
-        heads=24,
-        kv_heads=4,
-        layers=10,
-        copy_bytes=dict.fromkeys(RECOMPUTE_KINDS, 1.0),
-        copy_bytes_per_second=1.0,
-        reduced_bytes=1.0,
+        **coefficients, forward=PassShares(attention=1.0, linear=1.0, ring=1.0, exchange=1.0), backward=NOTHING,
+        near=link, far=link, ranks_per_node=4, ring_bytes=ring_seconds, exchange_bytes=3.0, heads=24, kv_heads=4,
+        layers=10, copy_bytes=dict.fromkeys(RECOMPUTE_KINDS, 1.0), copy_bytes_per_second=1.0, reduced_bytes=1.0,
         stages=1,
-    )
+    )  # fmt: skip
 
 
 @given(

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from data.local_feeds import local_feeds
 from data.stores import DOCUMENTS, FILES, killed_in_one_worker, load, prepare, weights_of, write_sources
-from data.test_data_tables import write
+from data.test_data_sources import write
 from lengthwise.config import DataSource, GlobalBatch
 from lengthwise.core.errors import DataError
 from lengthwise.data import Batches

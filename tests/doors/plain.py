@@ -17,10 +17,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 LR, DECAY, BETAS, EPS, LIMIT = 1e-2, 0.1, (0.9, 0.95), 1e-8, 1.0
-STEP_LENGTHS = (
-    (1, 2, 97, 3, 40, 17, 9, 12, 5, 1, 7, 2),
-    (65, 23, 2, 90, 11, 30, 8, 1, 4, 3, 2, 5),
-)
+STEP_LENGTHS = ((1, 2, 97, 3, 40, 17, 9, 12, 5, 1, 7, 2), (65, 23, 2, 90, 11, 30, 8, 1, 4, 3, 2, 5))
 EVAL_LENGTHS = (7, 1, 101, 9)
 MODELS = {"whole": {}, "tied": {"tie_word_embeddings": True}, "adapters": {}}
 

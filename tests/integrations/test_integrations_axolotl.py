@@ -84,14 +84,9 @@ def command(words, folder):
     alone = {"ACCELERATE_USE_CPU": "true", "AXOLOTL_DO_NOT_TRACK": "1", "WANDB_MODE": "disabled"}
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *words],
-        cwd=folder,
-        env={**os.environ, **alone, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+        [sys.executable, "-W", "ignore", *words], cwd=folder, env={**os.environ, **alone, "PYTHONPATH": path},
+        capture_output=True, text=True, timeout=400, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout + done.stderr
 

@@ -18,14 +18,9 @@ from tiers import some
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 PAGES = {
-    "own_loop": "session.md",
-    "trainer": "trainer.md",
-    "lora": "trainer.md",
-    "sft": "trainer.md",
-    "dpo": "trainer.md",
-    "sft_images": "guides/images.md",
-    "grpo": "trainer.md",
-}
+    "own_loop": "session.md", "trainer": "trainer.md", "lora": "trainer.md", "sft": "trainer.md",
+    "dpo": "trainer.md", "sft_images": "guides/images.md", "grpo": "trainer.md",
+}  # fmt: skip
 ADDED_LINES = 8
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated"),  # TRL and peft read it

@@ -41,17 +41,11 @@ def test_the_page_names_all_that_is_refused():
 
 
 OTHERS = {
-    "deepspeed": {"zero_optimization": {"stage": 2}},
-    "fsdp": True,
-    "parallelism_config": object(),
-    "debug": ["underflow_overflow"],
-    "neftune_noise_alpha": 5.0,
-    "train_sampling_strategy": "group_by_length",
-    "optim": "adafactor",
-    "optim_target_modules": ["q_proj"],
-    "torch_empty_cache_steps": 4,
+    "deepspeed": {"zero_optimization": {"stage": 2}}, "fsdp": True, "parallelism_config": object(),
+    "debug": ["underflow_overflow"], "neftune_noise_alpha": 5.0, "train_sampling_strategy": "group_by_length",
+    "optim": "adafactor", "optim_target_modules": ["q_proj"], "torch_empty_cache_steps": 4,
     "label_names": ["start_positions"],
-}
+}  # fmt: skip
 
 
 def test_all_that_cannot_be_kept_is_refused_in_one_message(tmp_path):

@@ -40,21 +40,11 @@ def padded(examples):
 def arguments(folder, ranks=1, kind=TrainingArguments, **changes):
     """Return arguments whose global batch is the same for any number of ranks that divides 4."""
     settings = {
-        "per_device_train_batch_size": 4 // ranks,
-        "per_device_eval_batch_size": 4 // ranks,
-        "max_steps": 4,
-        "learning_rate": 1e-2,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": 2,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "include_num_input_tokens_seen": "non_padding",
-        **changes,
-    }
+        "per_device_train_batch_size": 4 // ranks, "per_device_eval_batch_size": 4 // ranks, "max_steps": 4,
+        "learning_rate": 1e-2, "lr_scheduler_type": "cosine", "warmup_steps": 2, "weight_decay": 0.1,
+        "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "use_cpu": True,
+        "include_num_input_tokens_seen": "non_padding", **changes,
+    }  # fmt: skip
     return kind(str(folder), **settings)
 
 

@@ -1,6 +1,10 @@
-"""Compiled decoder layers: exact, traced once for all lengths, under every way to keep or recompute activations."""
+"""Compiled decoder layers, exact and traced once for all lengths however activations are kept; the compiled loss.
+
+Where the loss runs compiled, that wrong ones do not, and what it computes for any number of tokens.
+"""
 
 import copy
+import threading
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +14,7 @@ import torch._dynamo
 from testing import make_batch, make_plan, put_forwards, run_ranks, tiny_model
 from testing.laid import whole_parameters
 from testing.stores import CopyStore
+from testing.strict import StrictWorld
 from testing.tiny import VOCAB
 from torch._dynamo.utils import counters
 
@@ -19,9 +24,12 @@ from lengthwise.comm import Mesh, SoloTransport
 from lengthwise.core.plan import Piece
 from lengthwise.engine.offloading import Offloading
 from lengthwise.engine.step import StepContext, run_part
-from lengthwise.models import keep_double
+from lengthwise.models import Computing, keep_double, loss_choice
 from lengthwise.models.computing import compiled_forwards
+from lengthwise.models.loss import loss_by, token_loss, token_losses
+from lengthwise.models.loss_choice import choose_losses, compiled_losses
 from lengthwise.run.verify import gradient_differences
+from tiers import more
 
 CPU = torch.device("cpu")
 KERNEL = choose_kernel(CPU)
@@ -130,3 +138,74 @@ def test_models_that_are_not_compiled_say_so_and_stay_as_they_are(family, said):
     assert compiled_forwards(model, backend="eager") == ({}, f"no layer is compiled: {said}")
     Trained(model).run(LENGTHS[0])
     assert not graphs()
+
+
+TOKENS = (70, 2, 33, 48, 7)
+BARS = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 4e-3}  # of the largest number; bf16 rounds gradients
+
+
+def by_formula(logits, labels, weights):
+    """Return losses and the gradient of their sum, in fp64, by hand."""
+    shares = logits.double().softmax(-1)
+    given = torch.where(labels < 0, 0.0, 1.0 if weights is None else weights.double())
+    own = torch.nn.functional.one_hot(labels.clamp(min=0), logits.shape[-1])
+    return -(shares * own).sum(-1).log().where(labels >= 0, 0.0), given[:, None] * (shares - own)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of inductor's imports
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("backend", ["aot_eager", more("inductor")])
+@pytest.mark.parametrize("dtype", BARS, ids=str)
+def test_one_graph_computes_the_loss_of_any_number_of_tokens(dtype, backend, weighed):
+    random, losses = torch.Generator().manual_seed(0), compiled_losses(backend=backend)
+    for number, tokens in enumerate(TOKENS):
+        logits = (3 * torch.randn(tokens, 61, generator=random)).to(dtype).requires_grad_()
+        labels = torch.randint(-20, 61, (tokens,), generator=random).clamp(min=-1)
+        labels = labels.where(labels >= 0, -100)
+        weights = torch.rand(tokens, generator=random) if weighed else None
+        each, gradient = by_formula(logits.detach(), labels, weights)
+        # Under autocast and outside of it, as steps and the proof are.
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bool(number % 2)):
+            found = losses[token_loss](logits, labels, weights)
+        (made,) = torch.autograd.grad(found, logits)
+        assert found.item() == pytest.approx((each * (1 if weights is None else weights)).sum().item(), rel=1e-6)
+        assert made.dtype == dtype
+        assert (made - gradient).abs().max() <= BARS[dtype]
+        assert graphs() == 1
+    with torch.no_grad():
+        assert torch.allclose(losses[token_losses](logits, labels).double(), each, rtol=1e-6)
+
+
+def doubled(loss, *given):
+    return 2 * loss(*given)
+
+
+@pytest.mark.parametrize(
+    ("computing", "wrong", "said"),
+    [
+        (Computing(), None, []),  # a CPU compiles only what it is asked to
+        (Computing(compile=True), None, ["loss: compiled to one pass; proved in "]),
+        (
+            Computing(compile=True),
+            1,
+            ["loss: by torch's operations; because rank 1: sum of 72 tokens, float32: loss is"],
+        ),
+    ],
+)
+def test_the_loss_is_compiled_if_it_is_right_on_every_rank(computing, wrong, said, monkeypatch):
+    losses, here = compiled_losses(backend="eager"), threading.local()
+    twice = {each: partial(doubled, each) for each in losses}
+    monkeypatch.setattr(loss_choice, "compiled_losses", lambda: twice if here.rank == wrong else losses)
+
+    def work(transport):
+        here.rank, model, lines = transport.rank, tiny_model("llama"), []
+        choose_losses(model, transport, CPU, dtype=torch.float32, computing=computing, say=lines.append)
+        transport.all_reduce(torch.zeros(1))  # all have traced
+        traced, logits, labels = graphs(), torch.randn(9, 48, requires_grad=True), torch.arange(9)
+        assert torch.equal(loss_by(model, token_loss, logits, labels), token_loss(logits, labels))
+        loss_by(model, token_loss, logits.bfloat16(), labels)  # a dtype that was not proved
+        assert graphs() == traced, "the proved graph runs"
+        assert [line[: len(text)] for line, text in zip(lines, said, strict=True)] == said
+        return traced
+
+    assert all(bool(traced) == bool(said) for traced in StrictWorld(2).run(work))

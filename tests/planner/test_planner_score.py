@@ -1,4 +1,4 @@
-"""The score of plans: the clock of every rank by hand, and as the judge of benchmarks, which shares no code, has it."""
+"""The score of plans: the clock of every rank by hand, and as the judge of benchmarks has it; ranks of other speeds."""
 
 import json
 import random
@@ -13,8 +13,10 @@ from testing.plans import draw_lengths, make_plan, random_plan
 from judge import Coefficients, broken_rules, judge
 from lengthwise.core.errors import LengthwiseError, PlanError
 from lengthwise.core.plan import Piece, Plan
+from lengthwise.core.shape import Cluster
 from lengthwise.cost import Choice, Cost, all_terms_cost, named_hardware, named_shape, plain_cost
-from lengthwise.planner import score
+from lengthwise.data import recipes
+from lengthwise.planner import PlanOptions, plan_step, score
 from lengthwise.program import check_plan, ring_order
 
 FOUR = st.tuples(
@@ -87,13 +89,6 @@ def test_score_starts_a_ring_when_its_last_rank_is_free_and_counts_idle_ranks():
     assert score(make_plan(4, (5,), [ring([0], 0)]), COST).idle_ratio == 0.75
 
 
-def test_score_counts_one_launch_beside_all_pieces_and_waves_wait_for_every_rank():
-    plan = make_plan(2, (40, 7), [[ring([0, 1], 0), ring([1], 1)]])
-    assert score(plan, COST).busy_seconds == (30, 37)
-    waves = replace(make_plan(3, (5, 50), [ring([0], 0), ring([1], 1)]), schedule={"kind": "waves"})
-    assert score(waves, COST).makespan_seconds == 15 + 60
-
-
 @pytest.mark.parametrize(
     ("said", "piece", "offload", "speeds"),
     [
@@ -141,3 +136,42 @@ def test_score_prices_what_a_plan_asks_for():
     shares = make_plan(16, (30_000,), [ring(ranks, 0, shares=(2.0,) * 8 + (1.0,) * 8)], layers=32)
     seconds.append(score(shares, ALL_TERMS).makespan_seconds)
     assert len({round(each, 9) for each in seconds}) == 5
+
+
+FOUR_TERMS = plain_cost(quadratic_seconds=1.0, linear_seconds=500.0, fixed_seconds=20000.0, ring_seconds=90.0)
+
+
+def test_equal_speeds_plan_the_same_bytes() -> None:
+    tokens, cluster = (300, 120, 90, 10, 1, 1, 101), Cluster(ranks=6, capacity_tokens=100)
+
+    def planned(cost, **options):
+        return plan_step(tokens, cluster, cost, PlanOptions(planning_share=1e-6, **options))
+
+    assert planned(FOUR_TERMS, speeds=[1, 1.0] * 3).to_json() == planned(FOUR_TERMS).to_json()
+    twice, quick = planned(FOUR_TERMS.at_speed(2.0)), planned(FOUR_TERMS, speeds=[2.0] * 6)
+    assert quick.microbatches == twice.microbatches
+    assert quick.notes["predicted_seconds"] == pytest.approx(twice.notes["predicted_seconds"], rel=1e-12)
+    assert quick.notes["bound_seconds"] == twice.notes["bound_seconds"]
+
+
+def test_score_lets_a_ring_wait_for_its_slowest_rank() -> None:
+    cost = plain_cost(linear_seconds=1.0, fixed_seconds=10.0, ring_seconds=3.0)
+    ring, pack = Piece(ranks=(0, 2, 1), sequences=(0,)), Piece(ranks=(1,), sequences=(1,))
+    slowest = (60 / 3 + 10) / 0.5 + 3.0 * 60 * 2 / 3  # transfers are as long as on any rank
+    scored = score(make_plan(3, (60, 8), [ring, pack]), cost, speeds=[1, 2, 0.5])
+    assert scored.busy_seconds == (slowest, slowest + (8 + 10) / 2, slowest)
+    beside = make_plan(3, (60, 8), [[ring, pack]])
+    assert score(beside, cost, speeds=[1, 2, 0.5]).busy_seconds == (slowest, slowest + 8 / 2, slowest)
+
+
+def test_plan_step_levels_ranks_of_unequal_speed() -> None:
+    """64 ranks at random half as fast as the others: with shares, and packs by speed, as good as on equal ranks."""
+    cluster, choose = Cluster(ranks=64, capacity_tokens=8192), random.Random(0)
+    speeds = [choose.choice((1.0, 0.5)) for _ in range(64)]
+    tokens = recipes.draw_lengths("prolong", 2**23, 0, longest_tokens=400_000)
+    plan = plan_step(tokens, cluster, ALL_TERMS, PlanOptions(speeds=speeds))
+    check_plan(plan)
+    assert "shares" in plan.requires
+    assert plan.notes["predicted_seconds"] <= 1.02 * plan.notes["bound_seconds"]
+    blind = score(plan_step(tokens, cluster, ALL_TERMS), ALL_TERMS, speeds=speeds).makespan_seconds
+    assert blind > 1.3 * plan.notes["predicted_seconds"]

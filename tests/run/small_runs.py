@@ -52,15 +52,9 @@ def write_run(folder, rows=None, *, name="run.yaml", model=None, **keys):
     if rows is not None:
         write_rows(folder / "train.jsonl", rows)
     values = {
-        "model": str(model),
-        "data": [{"path": "train.jsonl"}],
-        "steps": 3,
-        "global_batch": {"sequences": 4},
-        "capacity_tokens": 32,
-        "precision": "fp64",
-        "output": "out",
-        **keys,
-    }
+        "model": str(model), "data": [{"path": "train.jsonl"}], "steps": 3, "global_batch": {"sequences": 4},
+        "capacity_tokens": 32, "precision": "fp64", "output": "out", **keys,
+    }  # fmt: skip
     if not isinstance(values.get("optimizer"), str):  # fixed, as defaults depend on the model
         given = values.get("optimizer") or {}
         rate = {} if "name" in given else {"lr": 3e-4}

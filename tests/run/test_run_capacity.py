@@ -1,4 +1,4 @@
-"""`capacity_tokens: auto`: what a microbatch needs is predicted, what cannot fit is refused, and no memory is told."""
+"""`capacity_tokens: auto` and offload: what a microbatch needs is predicted; what cannot fit goes or is refused."""
 
 import re
 
@@ -155,3 +155,30 @@ def test_train_that_does_not_fit_says_so_in_one_line(tmp_path, monkeypatch, capf
             err = told(capfd, "train", path, "--ranks", 2, status=1)
         assert [each for each in ("error[memory]", *words) if each not in err] == []
     assert not (tmp_path / "out/metrics.jsonl").exists()
+
+
+LONG = [160, 90, 70, 45, 30, 20, 11, 7]
+OFFLOADED = {"steps": 2, "capacity_tokens": 60, "global_batch": {"sequences": 4}}
+
+
+def test_auto_offloads_what_does_not_fit_and_no_more(tmp_path, capsys):
+    """160 tokens on 2 ranks of 60: with 3 of 5 layers elsewhere a rank holds 2.5 times as much."""
+    write_model(tmp_path / "model", num_hidden_layers=5)
+    path = write_run(tmp_path, make_rows(LONG), **OFFLOADED)
+    assert "160 tokens" in told(capsys, "train", path, "--ranks", 2, status=2)
+    offload = {"store": "disk", "path": str(tmp_path / "scratch")}
+    (tmp_path / "scratch").mkdir()
+    output = train(write_run(tmp_path, offload=offload, **OFFLOADED), "--ranks", 2)
+    plans, rows = plans_of(output), read_lines(output / "metrics.jsonl")
+    ratios = [each.offload for plan in plans for each in plan.microbatches]
+    assert max(ratios) > 0
+    for plan in plans:
+        for each in plan.microbatches:
+            held, rounding = held_by_rank(plan, each)
+            needs = max(held[rank] - rounding[rank] for rank in held) > plan.capacity
+            assert needs == (each.offload > 0)
+    away = [row for row in rows if row["offloaded_bytes"]]
+    assert away
+    assert all(0 < row["offload_wait_seconds"] < row["step_seconds"] for row in away)
+    assert all(row["offload_wait_seconds"] == 0 for row in rows if not row["offloaded_bytes"])
+    assert list((tmp_path / "scratch").iterdir()) == []

@@ -106,11 +106,7 @@ def test_a_disk_that_fails_costs_one_checkpoint_and_no_step(tmp_path, monkeypatc
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("point", "phase"),
-    [
-        ("microbatches", "step 4, start"),
-        ("update", "step 4, step end"),
-        ("checkpoint-copy", "step 4, checkpoint"),
-    ],
+    [("microbatches", "step 4, start"), ("update", "step 4, step end"), ("checkpoint-copy", "step 4, checkpoint")],
 )
 def test_a_rank_that_hangs_is_named_with_its_phase_in_time(tmp_path, monkeypatch, point, phase):
     path = run_of(tmp_path)

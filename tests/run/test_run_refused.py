@@ -1,8 +1,10 @@
-"""Settings that cannot be are refused by their keys, in one message, before the first step."""
+"""Settings and models that cannot be are refused by their keys, in one message, before the first step."""
 
+import json
 import sys
 
 import pytest
+from safetensors.torch import load_file, save_file
 from testing.small import make_rows, write_model
 
 from run.small_runs import told, write_run
@@ -63,3 +65,27 @@ def test_lora_without_peft_is_one_line_that_says_what_to_install(tmp_path, capfd
     err = told(capfd, "verify", write_run(tmp_path, make_rows([5]), lora={"r": 2}), "--ranks", 2, status=2)
     assert err.count("\n") == 1
     assert "pip install 'peft" in err
+
+
+def lose_a_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors.popitem()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def enlarge(folder):
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**values, "vocab_size": 2**40}))
+
+
+@pytest.mark.parametrize(
+    ("change", "keys", "said"),
+    [(lose_a_tensor, {}, "1 missing"), (enlarge, {"weights": "fresh"}, "a model whose parameters fit into")],
+    ids=["weights that are not whole", "more than the machine holds"],
+)
+def test_what_a_model_has_wrong_is_told_once_before_the_first_step(tmp_path, capfd, change, keys, said):
+    change(write_model(tmp_path / "model"))
+    err = told(capfd, "train", write_run(tmp_path, make_rows([9, 12]), **keys), "--ranks", 2, status=2)
+    assert said in err
+    assert err.startswith("error[config] model ")
+    assert (err.count("\n"), "Traceback" in err) == (1, False)

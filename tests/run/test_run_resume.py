@@ -1,4 +1,4 @@
-"""Runs that go on from a checkpoint: the same to the bit on as many ranks, to rounding on others; what is refused."""
+"""Runs that go on from a checkpoint: the same to the bit on as many ranks, to rounding on others; what may change."""
 
 import os
 import re
@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from testing.saved import whole_state
 from testing.small import make_rows
 from transformers import AutoModelForCausalLM
-from transformers.optimization import get_scheduler
 
 import lengthwise
+from checkpoint.test_checkpoint_parts import flip
 from lengthwise.checkpoint import writer
 from lengthwise.config import RunConfig, load_config
 from lengthwise.core.errors import OutputError
@@ -27,6 +27,7 @@ from run.small_runs import (
     call,
     losses,
     read_lines,
+    told,
     whole,
     write_rows,
     write_run,
@@ -69,21 +70,17 @@ def test_a_run_that_went_on_is_the_same_to_the_bit(tmp_path, keys):
         assert read_lines(tmp_path / "out/eval.jsonl") == read_lines(wanted / "eval.jsonl")
 
 
-def test_learning_rates_after_warm_up_are_transformers_after_a_resume_too_and_the_newest_checkpoints_are_kept(tmp_path):
+def test_learning_rates_after_a_resume_are_those_of_a_whole_run_and_the_newest_checkpoints_are_kept(tmp_path):
     args = {"num_decay_steps": 3, "decay_type": "1-sqrt", "min_lr_ratio": 0.25}
     keys = {"lr": 1e-3, "schedule": "warmup_stable_decay", "warmup_steps": 3, "schedule_args": args}
     path = run_of(tmp_path, optimizer=keys, checkpoint={**EVERY, "every_steps": 1, "keep_last": 2})
+    wanted = whole(path)
     broken_off(path, 1, after=5)
     lengthwise.train(path, resume=True)
     assert sorted(each.name for each in (tmp_path / "out/checkpoints").iterdir()) == ["step-000006", "step-000007"]
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1e-3)
-    scheduler, wanted = get_scheduler("warmup_stable_decay", optimizer, 3, 7, scheduler_specific_kwargs=args), []
-    for _ in range(7):
-        wanted += scheduler.get_last_lr()
-        optimizer.step()
-        scheduler.step()
-    wanted[:3] = [1e-3 * (0.25 + 0.75 * step / 4) for step in (1, 2, 3)]
-    assert [row["lr"] for row in read_lines(tmp_path / "out/metrics.jsonl")] == pytest.approx(wanted, rel=1e-12)
+    found, expected = ([row["lr"] for row in read_lines(each / "metrics.jsonl")] for each in (tmp_path / "out", wanted))
+    assert found == expected
+    assert len(set(found)) == 6, "up, flat and down"
 
 
 @pytest.mark.parametrize(("epochs", "keys", "after"), [(2, {"sequences": 3}, 4), more(3, {"tokens": 64}, 6)], ids=str)
@@ -134,14 +131,8 @@ def contents(folder):
     return {each: each.read_bytes() for each in folder.rglob("*") if each.is_file()}
 
 
-def break_bit(path: Path) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-
-
 def test_a_damaged_file_is_named_before_anything_changes(broken, capsys):
-    break_bit(broken.parent / "out/checkpoints/step-000004/rank-00001.safetensors")
+    flip(broken.parent / "out/checkpoints/step-000004/rank-00001.safetensors", -1)
     before = contents(broken.parent / "out")
     capsys.readouterr()
     assert call("train", broken, "--ranks", 3, "--resume") == 2
@@ -256,3 +247,47 @@ def test_a_job_that_is_started_again_goes_on_where_there_is_a_checkpoint(tmp_pat
     assert call("train", path, "--resume-if-any") == 2
     assert "no run in the output folder" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "out/model").exists()
+
+
+ACCEPTING = ("--resume", "--accept-changes")
+CHANGES = ["optimizer.lr=0.01", "optimizer.schedule=linear", "steps=9"]
+
+
+def test_each_change_is_named_and_the_rest_of_the_run_obeys(broken, capfd):
+    said = " ".join(told(capfd, "train", broken, "--ranks", 2, *ACCEPTING, "--set", *CHANGES).split())
+    for each in (
+        "optimizer.lr: 0.0003 (a number) then, 0.01 (a number) now",
+        "optimizer.schedule: 'constant' (text) then",
+        "steps: 7 (a whole number) then, 9 (a whole number) now",
+    ):
+        assert f"changed since the checkpoint: {each}" in said
+    lrs = [3e-4] * 4 + [0.01 * (10 - step) / 9 for step in range(5, 10)]
+    assert [row["lr"] for row in read_lines(broken.parent / "out/metrics.jsonl")] == pytest.approx(lrs, rel=1e-12)
+    lengthwise.train(broken, ranks=1, resume=True, overrides=CHANGES)  # which are now the run's own
+
+
+def test_a_run_that_ended_can_be_made_longer_and_not_shorter(tmp_path):
+    path = run_of(tmp_path)
+    wanted = whole(path)
+    lengthwise.train(path, overrides=["steps=5"])
+    with pytest.raises(OutputError, match="one after 5"):
+        lengthwise.train(path, resume=True, accept_changes=True, overrides=["steps=3"])
+    assert lengthwise.train(path, resume=True, accept_changes=True).steps == 7
+    assert_equal_runs(tmp_path / "out", wanted)
+
+
+def test_other_data_are_accepted_and_named(broken, capfd):
+    write_rows(broken.parent / "train.jsonl", make_rows(LENGTHS, seed=5))
+    said = " ".join(told(capfd, "train", broken, "--ranks", 2, *ACCEPTING).split())
+    assert "changed since the checkpoint: the tokens of the data" in said
+    assert len(losses(broken.parent / "out")) == 7
+
+
+@pytest.mark.parametrize(("before", "change", "words"), [
+    ({"optimizer": {"name": "sgd"}}, "optimizer.momentum=0.5", "states of sgd (none)"),
+    ({"lora": {"r": 2}}, "seed=5", "expected seed 0, which may have drawn the frozen weights; got 5"),
+])  # fmt: skip
+def test_what_the_checkpoint_has_no_state_for_is_refused_all_the_same(tmp_path, capfd, before, change, words):
+    path = run_of(tmp_path, **before)
+    broken_off(path, 1, after=3)
+    assert words in " ".join(told(capfd, "train", path, *ACCEPTING, "--set", change, status=2).split())

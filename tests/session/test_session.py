@@ -75,15 +75,11 @@ def in_groups(parameters):
 
 OPTIMIZERS = {
     "nesterov": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
-    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3),
-    "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
-    "nadam": partial(torch.optim.NAdam, lr=1e-3),
-    "adamax": partial(torch.optim.Adamax, lr=1e-3),
-    "adadelta": partial(torch.optim.Adadelta, lr=1.0),
-    "rprop": partial(torch.optim.Rprop, lr=1e-3),
-    "asgd": partial(torch.optim.ASGD, lr=1e-2),
-    "groups": in_groups,
-}
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3), "adagrad": partial(torch.optim.Adagrad, lr=1e-2),
+    "nadam": partial(torch.optim.NAdam, lr=1e-3), "adamax": partial(torch.optim.Adamax, lr=1e-3),
+    "adadelta": partial(torch.optim.Adadelta, lr=1.0), "rprop": partial(torch.optim.Rprop, lr=1e-3),
+    "asgd": partial(torch.optim.ASGD, lr=1e-2), "groups": in_groups,
+}  # fmt: skip
 
 
 @pytest.mark.exhaustive

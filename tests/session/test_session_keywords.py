@@ -20,15 +20,9 @@ MINIMAL = {"model": "tiny", "data": [{"python_stdlib": True}], "output": "out"}
 TRIED = {
     **dict.fromkeys(["steps", "epochs", "ranks_per_node", "virtual"], (2,)),
     **dict.fromkeys(["measurements", "capacity_tokens"], ("auto",)),
-    "planner": ("static",),
-    "shard": ("zero3",),
-    "stages": (2, 1),
-    "optimizer": (None,),
-    "quantization": ("nf4",),
-    "train_towers": (True,),
-    "lora": (None,),
-    "precision": ("fp64",),
-}
+    "planner": ("static",), "shard": ("zero3",), "stages": (2, 1), "optimizer": (None,), "quantization": ("nf4",),
+    "train_towers": (True,), "lora": (None,), "precision": ("fp64",),
+}  # fmt: skip
 OF_MODEL = {"optimizer", "quantization"}  # no keywords
 
 

@@ -18,6 +18,7 @@ from testing.faults import VARIABLE
 from testing.saved import whole_state
 from testing.small import small_model, steps_of
 
+from checkpoint.test_checkpoint_parts import flip
 from lengthwise.checkpoint import export_state
 from lengthwise.checkpoint.manifest import read_manifest, read_run_manifest, signed
 from lengthwise.checkpoint.writer import WRITTEN
@@ -169,13 +170,6 @@ def test_which_parameters_have_states_survives_and_no_rank_holds_more_than_its_s
         assert saving == loading == own
 
 
-def break_byte(folder):
-    path = folder / "rank-00001.safetensors"
-    raw = bytearray(path.read_bytes())
-    raw[-1] ^= 1
-    path.write_bytes(raw)
-
-
 def edit(change):
     def edited(folder):
         path = folder / "manifest.json"
@@ -194,7 +188,7 @@ def rename(values):
 
 
 DAMAGES = [
-    (break_byte, r"SHA-256"),
+    (lambda folder: flip(folder / "rank-00001.safetensors", -1), r"SHA-256"),
     (lambda folder: (folder / "rank-00000.safetensors").unlink(), r"rank-00000\.safetensors.*No such file"),
     (lambda folder: (folder / "manifest.json").unlink(), r"no manifest\.json in it\. Name a folder that Session\.save"),
     (shutil.rmtree, r"no such folder\. Name a folder that Session\.save has written"),

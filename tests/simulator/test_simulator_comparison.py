@@ -27,16 +27,7 @@ from lengthwise.simulator import (
     stretches,
 )
 from lengthwise.simulator.layouts import layout_seconds
-from lengthwise.simulator.rivals import (
-    BY_WORK,
-    ONE_RING,
-    PACKED,
-    PADDED,
-    PADDED_RINGS,
-    LockStep,
-    lock_steps,
-    packed,
-)
+from lengthwise.simulator.rivals import BY_WORK, ONE_RING, PACKED, PADDED, PADDED_RINGS, LockStep, lock_steps, packed
 
 SHAPE, H100 = named_shape("qwen3-8b"), named_hardware("h100")
 BATCHES = [[30_000, *[2000] * 12, 700], [20_000, *[4000] * 6]]

@@ -145,13 +145,9 @@ def test_nobody_holds_the_sequences_is_an_error_and_somebody_is_not() -> None:
 
 
 SETTING = Setting(
-    memory=step_memory(SHAPE, HARDWARE, 16),
-    hardware=HARDWARE,
-    cost=all_terms_cost(SHAPE, HARDWARE),
-    capacities={"none": 8192},
-    context_tokens=120_000,
-    options=PlanOptions(layers=32),
-)
+    memory=step_memory(SHAPE, HARDWARE, 16), hardware=HARDWARE, cost=all_terms_cost(SHAPE, HARDWARE),
+    capacities={"none": 8192}, context_tokens=120_000, options=PlanOptions(layers=32),
+)  # fmt: skip
 CLUSTER = Cluster(ranks=16, capacity_tokens=8192)
 
 

@@ -3,7 +3,7 @@
 States are those that `engine.parameters` and the optimizer keep. A layer counts what its operations save for backward,
 tensor by tensor, by family (`_FAMILIES`; others count as Llamas), a layer with states as kernels on GPUs do. On top of
 that comes the largest of three moments: the loss, the first norm of backward, and the first MLP of backward with its
-layer recomputed. tests/engine/test_engine_peaks.py compares with whole steps; `cost.capacity` counts tokens.
+layer recomputed. tests/engine/test_engine_measuring.py compares with whole steps; `cost.capacity` counts tokens.
 """
 
 from __future__ import annotations
