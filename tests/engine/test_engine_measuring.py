@@ -249,7 +249,7 @@ def test_the_peak_with_a_prefix_computed_once_is_predicted():
 @pytest.mark.parametrize("mix", some(["elementwise+4/6", "none+2/6"], 0))
 @pytest.mark.parametrize("family", some(["llama", *HYBRIDS], 0))
 def test_a_mix_holds_what_follows_from_the_capacities_of_its_kinds(family, mix):
-    """Measured with the mix itself: no more, and less by what the kinds differ in one of the six layers at most."""
+    """No more than measured with the mix itself, and less by what one of six layers holds; more where layers differ."""
     rank, (kind, stronger, count, layers) = Rank(replace(FEW, family=family), SoloTransport()), kinds_by_layer(mix)
     held = dict[str, int]()
     for each in (kind, stronger, mix):
@@ -258,7 +258,7 @@ def test_a_mix_holds_what_follows_from_the_capacities_of_its_kinds(family, mix):
         held[each] = RankMemory(budget_bytes=1e9, layouts=layouts).most_tokens(each, 10**6)
     tokens = int(layers / ((layers - count) / held[kind] + count / held[stronger]))
     assert mixed_capacity(held, tokens, layers) == {mix: tokens}
-    assert 0.87 < tokens / held[mix] <= 1
+    assert (0.75 if family in HYBRIDS else 0.87) < tokens / held[mix] <= 1
 
 
 def test_fewer_tokens_never_hold_more():
